@@ -1,0 +1,99 @@
+"""The settings of an engine; the only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import InvalidArgumentError
+from .types import Address
+
+__all__ = ["DEFAULT_DRIVERS", "EngineConfig"]
+
+#: What an engine opens when neither ``drivers=`` nor ``HIXL_ASYNC_DRIVERS`` says otherwise.
+DEFAULT_DRIVERS = ("shm",)
+
+#: A list of names, or names with options for each, e.g. ``{"shm": {"threads": 2}}``.
+Drivers = Sequence[str] | Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that an engine is told at its start; immutable afterwards."""
+
+    #: Where to listen, or None for an engine that only dials.
+    address: Address | None
+    #: What peers call this engine; shown in errors and logs.
+    name: str
+    #: Tenant: engines of different domains never connect.
+    domain: str = "default"
+    #: Shared secret; None: only processes of the same user on this host are admitted.
+    secret: bytes | None = field(default=None, repr=False)
+    #: Driver names in order of preference, with the options of each.
+    drivers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: dict.fromkeys(DEFAULT_DRIVERS, {}))
+    #: Folder for the Unix socket, for containers that share one; None: a name without a file.
+    unix_dir: str | None = None
+    #: Seconds without progress after which a transfer fails.
+    stall: float = 10.0
+    #: Seconds that `connect` may take.
+    connect_timeout: float = 5.0
+    #: Seconds that `aclose` waits for work in flight and for peers to let go.
+    close_timeout: float = 5.0
+    #: Notifications kept per subscription, and for topics that nobody has subscribed to yet.
+    notification_limit: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("stall", "connect_timeout", "close_timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {value!r}")
+        for name in ("name", "domain"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not 0 < len(value.encode()) <= 128:
+                raise InvalidArgumentError(f"{name} must be a string of 1 to 128 bytes, not {value!r}")
+        if self.secret is not None and len(self.secret) < 8:
+            raise InvalidArgumentError("secret must have at least 8 bytes; use for example secrets.token_bytes(32)")
+        if self.notification_limit < 1:
+            raise InvalidArgumentError(f"notification_limit must be at least 1, not {self.notification_limit!r}")
+        if not self.drivers:
+            raise InvalidArgumentError("drivers is empty; name at least one, for example drivers=['shm']")
+
+    @classmethod
+    def build(
+        cls,
+        address: str | Address | None,
+        *,
+        name: str | None = None,
+        secret: str | bytes | None = None,
+        drivers: Drivers | None = None,
+        **settings: Any,
+    ) -> EngineConfig:
+        """Arguments first, then the environment (``HIXL_ASYNC_SECRET``, ``HIXL_ASYNC_DRIVERS``), then defaults.
+
+        :raises InvalidArgumentError: if a setting is malformed or unknown.
+        """
+        if secret is None:
+            secret = os.environ.get("HIXL_ASYNC_SECRET") or None
+        if drivers is None:
+            listed = os.environ.get("HIXL_ASYNC_DRIVERS", "")
+            drivers = [word.strip() for word in listed.split(",") if word.strip()] or DEFAULT_DRIVERS
+        if isinstance(drivers, str):
+            raise InvalidArgumentError(f"drivers must be a list of names or a mapping, not the string {drivers!r}")
+        if not isinstance(drivers, Mapping):
+            drivers = {driver: {} for driver in drivers}
+        try:
+            where = Address.parse(address) if isinstance(address, str) else address
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from None
+        unknown = settings.keys() - cls.__dataclass_fields__.keys()
+        if unknown:
+            raise InvalidArgumentError(f"unknown setting {', '.join(sorted(unknown))} of Engine")
+        return cls(
+            address=where,
+            name=name if name is not None else f"engine-{os.getpid()}",
+            secret=secret.encode() if isinstance(secret, str) else secret,
+            drivers=drivers,
+            **settings,
+        )

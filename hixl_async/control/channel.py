@@ -1,0 +1,198 @@
+"""The two kinds of socket as carriers of whole messages: non-blocking, without a loop."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from ..errors import PeerLostError, ProtocolError
+from . import codec
+
+__all__ = ["MAX_DESCRIPTORS", "Channel", "Packet", "TcpChannel", "UnixChannel", "close_descriptors"]
+
+#: Most descriptors that one message carries.
+MAX_DESCRIPTORS = 4
+_DESCRIPTORS_SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+_CHUNK = 64 << 10
+
+
+class Packet(NamedTuple):
+    """A message as it came."""
+
+    data: bytes
+    #: Open descriptors; whoever takes the packet owns them.
+    descriptors: list[int]
+
+
+class Channel(Protocol):
+    """A connected socket that carries messages in order."""
+
+    #: Longest message that is accepted.
+    limit: int
+
+    def fileno(self) -> int: ...
+
+    def receive(self) -> Packet | None:
+        """The next message, or None if it has not arrived yet.
+
+        :raises PeerLostError: if the other side closed the socket, or it broke.
+        :raises ProtocolError: if what arrived is no message.
+        """
+
+    @property
+    def buffered(self) -> bool:
+        """True if `receive` may have a message although the socket is not readable."""
+
+    def send(self, data: bytes, descriptors: Sequence[int]) -> bool:
+        """Sends a message, or nothing of it and says False: then try again when the socket is writable.
+
+        :raises ProtocolError: if one of `descriptors` is not open.
+        :raises PeerLostError: if the socket broke.
+        """
+
+    def flush(self) -> bool:
+        """Sends what `send` accepted but the kernel did not yet; False if some of it is still left.
+
+        :raises PeerLostError: if the socket broke.
+        """
+
+    def establish(self, receiving: codec.Seal, sending: codec.Seal) -> None:
+        """The two sides have authenticated each other: longer messages from now on, and sealed ones where needed."""
+
+    def close(self) -> None:
+        """Closes the socket; idempotent; safe in the child of a fork, where the parent's connection lives on."""
+
+
+class UnixChannel:
+    """One ``SOCK_SEQPACKET`` packet is one message, with its descriptors."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.limit = codec.HANDSHAKE_LIMIT
+        self.sock = sock
+        self.buffered = False
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def receive(self) -> Packet | None:
+        try:
+            data, ancillary, flags, _ = self.sock.recvmsg(self.limit, _DESCRIPTORS_SPACE, socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except ConnectionResetError:
+            # The other side closed with messages of ours unread. The kernel says so once, ahead of what it sent before.
+            return self.receive()
+        except OSError as error:
+            raise PeerLostError(f"the Unix socket broke: {error.strerror}", native=error.errno) from None
+        descriptors: list[int] = []
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers = array.array("i")
+                numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
+                descriptors += numbers
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not data:
+            close_descriptors(descriptors)
+            if flags & socket.MSG_CTRUNC:
+                # Too many were sent, or we may not open more: in either case some are lost, and the message with them.
+                raise ProtocolError("a message came with more descriptors than could be received")
+            if flags & socket.MSG_TRUNC:
+                raise ProtocolError(f"a message is over the limit of {self.limit} bytes")
+            raise PeerLostError("the other side closed the connection")
+        return Packet(data, descriptors)
+
+    def send(self, data: bytes, descriptors: Sequence[int]) -> bool:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        try:
+            self.sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            if error.errno == errno.EBADF and self.sock.fileno() >= 0:
+                raise ProtocolError("a descriptor cannot be sent: it is not open", native=error.errno) from None
+            raise PeerLostError(f"the Unix socket broke: {error.strerror}", native=error.errno) from None
+        return True
+
+    def flush(self) -> bool:
+        return True
+
+    def establish(self, receiving: codec.Seal, sending: codec.Seal) -> None:
+        self.limit = codec.ESTABLISHED_LIMIT  # nobody can stand between the ends of a Unix socket: no seals
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class TcpChannel:
+    """A stream of frames; carries no descriptors."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.limit = codec.HANDSHAKE_LIMIT
+        self.sock = sock
+        self._decoder = codec.FrameDecoder(self.limit)
+        self._rest = b""  # of the frame that is being sent
+        self._receiving: codec.Seal | None = None
+        self._sending: codec.Seal | None = None
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    @property
+    def buffered(self) -> bool:
+        return len(self._decoder) > 0
+
+    def receive(self) -> Packet | None:
+        data = self._decoder.next()
+        if data is None:
+            try:
+                chunk = self.sock.recv(_CHUNK)
+            except (BlockingIOError, InterruptedError):
+                return None
+            except OSError as error:
+                raise PeerLostError(f"the TCP connection broke: {error.strerror}", native=error.errno) from None
+            if not chunk:
+                raise PeerLostError("the other side closed the connection")
+            self._decoder.feed(chunk)
+            data = self._decoder.next()
+            if data is None:
+                return None
+        return Packet(self._receiving.open(data) if self._receiving else data, [])
+
+    def send(self, data: bytes, descriptors: Sequence[int]) -> bool:
+        assert not descriptors, "the caller knows that this is no Unix socket"
+        if not self.flush():
+            return False
+        self._rest = codec.frame(self._sending.close(data) if self._sending else data)
+        self.flush()
+        return True
+
+    def flush(self) -> bool:
+        while self._rest:
+            try:
+                sent = self.sock.send(self._rest, socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError as error:
+                raise PeerLostError(f"the TCP connection broke: {error.strerror}", native=error.errno) from None
+            self._rest = self._rest[sent:]
+        return True
+
+    def establish(self, receiving: codec.Seal, sending: codec.Seal) -> None:
+        self.limit = codec.ESTABLISHED_LIMIT
+        self._decoder.limit = self.limit + codec.Seal.SIZE
+        self._receiving, self._sending = receiving, sending
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def close_descriptors(descriptors: Sequence[int]) -> None:
+    """Closes them all, whatever happens."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,331 @@
+"""An established, authenticated connection between two engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+from ..errors import ClosedError, HixlError, PeerLostError, ProtocolError
+from . import codec
+from .channel import MAX_DESCRIPTORS, Channel, TcpChannel, UnixChannel, close_descriptors
+from .codec import Seal
+from .handshake import Established, Identity
+from .process import Credentials, open_pidfd, peer_credentials
+
+__all__ = ["Connection", "LostCallback", "MessageCallback"]
+
+#: Takes kind, body and descriptors of one message.
+MessageCallback: TypeAlias = Callable[[str, dict[str, Any], list[int]], None]
+#: Takes the reason.
+LostCallback: TypeAlias = Callable[[HixlError], None]
+
+# How much waits for a peer that does not read before it is given up.
+_MAX_QUEUED_MESSAGES = 1024
+_MAX_QUEUED_BYTES = 1 << 20
+_MAX_QUEUED_DESCRIPTORS = 64
+# How much of one connection is handled before the loop serves others.
+_MESSAGES_PER_PASS = 64
+_BYTES_PER_PASS = 64 << 10
+# How long aclose() waits for a peer that does not read.
+_FLUSH_TIMEOUT = 1.0
+
+
+class _State(Enum):
+    OPEN = "open"
+    CLOSING = "closing"  # aclose() flushes
+    LOST = "lost"
+    CLOSED = "closed"
+
+
+class _Queued(NamedTuple):
+    data: bytes
+    descriptors: list[int]  # our own duplicates
+
+
+class Connection:
+    """Carries messages, in order, until it is lost or closed; belongs to the loop in which it was made.
+
+    Nothing is read before `start`, so that early messages wait in the kernel.
+    """
+
+    _state = _State.CLOSED  # for __del__, should __init__ fail
+
+    def __init__(
+        self,
+        channel: Channel,
+        identity: Identity,
+        *,
+        version: int,
+        credentials: Credentials | None,
+        pidfd: int | None,
+        detour: str,
+    ) -> None:
+        #: Who is at the other end, in its own words.
+        self.identity = identity
+        #: The protocol version that both sides speak.
+        self.version = version
+        #: The process at the other end, in the kernel's words; None without a Unix leg.
+        self.credentials = credentials
+        #: Becomes readable when that process has died; None if that cannot be had. Open until `aclose` or `abandon`,
+        #: also after the connection was lost.
+        self.pidfd = pidfd
+        #: Why there is no Unix leg; "" if there is one.
+        self.detour = detour
+        self._loop = asyncio.get_running_loop()
+        self._channel = channel
+        self._state = _State.OPEN
+        self._on_message: MessageCallback | None = None
+        self._on_lost: LostCallback | None = None
+        self._error: HixlError | None = None  # why it was lost, until on_lost was told
+        self._queue: deque[_Queued] = deque()
+        self._queued_bytes = 0
+        self._queued_descriptors = 0
+        self._again: asyncio.Handle | None = None  # more messages are buffered than one pass handles
+        self._flushed: asyncio.Future[None] | None = None
+
+    @classmethod
+    def over(cls, channel: TcpChannel | UnixChannel, established: Established, *, dialled: bool) -> Connection:
+        """What a handshake has established over `channel`, which belongs to the connection from now on.
+
+        :param dialled: True on the side that dialled.
+        """
+        to_listener, to_dialler = (Seal(key) for key in established.keys)
+        channel.establish(*((to_dialler, to_listener) if dialled else (to_listener, to_dialler)))
+        credentials = pidfd = None
+        if isinstance(channel, UnixChannel):
+            credentials = peer_credentials(channel.sock)
+            pidfd = open_pidfd(channel.sock, credentials, established.started)
+        return cls(
+            channel,
+            established.identity,
+            version=established.version,
+            credentials=credentials,
+            pidfd=pidfd,
+            detour=established.detour,
+        )
+
+    def __repr__(self) -> str:
+        leg = "unix" if self.same_host else "tcp"
+        return f"<Connection to {self.identity.name!r} over {leg}, {self._state.value}>"
+
+    def __del__(self) -> None:
+        if self._state is not _State.CLOSED:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
+            self.abandon()
+
+    @property
+    def same_host(self) -> bool:
+        """True if the two processes met on a Unix socket: they share a machine, and descriptors can be sent."""
+        return not self.detour
+
+    def start(self, on_message: MessageCallback, on_lost: LostCallback) -> None:
+        """Delivers messages from now on, the earlier ones first; never from inside this call.
+
+        :param on_message: takes kind, body and descriptors; the descriptors are its own from then on, also if it raises.
+            If it raises a `HixlError` the connection is lost with that error; any other exception reaches the loop's
+            exception handler too.
+        :param on_lost: takes the reason; called once at most, and not if `aclose` or `abandon` came first.
+        :raises ClosedError: if the connection was closed.
+        """
+        if self._state in (_State.CLOSING, _State.CLOSED):
+            raise ClosedError(f"the connection to {self.identity.name!r} is closed")
+        assert self._on_message is None, "start() is called once"
+        self._on_message, self._on_lost = on_message, on_lost
+        if self._state is _State.LOST:
+            self._loop.call_soon(self._tell_lost)
+            return
+        self._loop.add_reader(self._channel.fileno(), self._pump)
+        if self._channel.buffered:
+            self._again = self._loop.call_soon(self._pump_again)
+
+    def send(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Sends a message, or queues it; never blocks.
+
+        `fds` stay the caller's, who may close them as soon as this returns: what has to wait is duplicated. A peer that
+        does not read for so long that the queue is full is given up: the connection is lost.
+
+        :raises ProtocolError: if the message cannot be encoded, is too long, or has descriptors that this connection
+            cannot transport.
+        :raises ClosedError: if the connection is closed or lost.
+        """
+        if self._state is not _State.OPEN:
+            raise ClosedError(f"the connection to {self.identity.name!r} is {self._state.value}")
+        data = codec.encode(kind, body)
+        if fds:
+            if not self.same_host:
+                raise ProtocolError(f"descriptors cannot be sent to {self.identity.name!r}: {self.detour}")
+            if len(fds) > MAX_DESCRIPTORS:
+                raise ProtocolError(f"a message carries at most {MAX_DESCRIPTORS} descriptors, not {len(fds)}")
+        try:
+            if not self._queue and self._channel.send(data, fds):
+                if not self._channel.flush():
+                    self._loop.add_writer(self._channel.fileno(), self._flush)
+                return
+        except PeerLostError as error:
+            self._lose(error)
+            return
+        if (
+            len(self._queue) >= _MAX_QUEUED_MESSAGES
+            or self._queued_bytes + len(data) > _MAX_QUEUED_BYTES
+            or self._queued_descriptors + len(fds) > _MAX_QUEUED_DESCRIPTORS
+        ):
+            self._lose(PeerLostError("it does not read its messages, too many wait", peer=self.identity.name))
+            return
+        queued = _Queued(data, _duplicates(fds))
+        if not self._queue:
+            self._loop.add_writer(self._channel.fileno(), self._flush)
+        self._queue.append(queued)
+        self._queued_bytes += len(data)
+        self._queued_descriptors += len(fds)
+
+    def abort(self, error: HixlError) -> None:
+        """Drops the connection at once; `on_lost` is told `error` soon.  Idempotent."""
+        if self._state is _State.OPEN:
+            self._lose(error)
+
+    async def aclose(self) -> None:
+        """Sends what is queued, waiting for a slow peer a second at most, and closes everything; idempotent."""
+        if self._state is _State.OPEN:
+            self._state = _State.CLOSING
+            self._loop.remove_reader(self._channel.fileno())
+            if self._again is not None:
+                self._again.cancel()
+            if self._queue or not self._channel.flush():
+                self._flushed = self._loop.create_future()
+        if self._state is _State.CLOSING and self._flushed is not None:
+            try:
+                await asyncio.wait((self._flushed,), timeout=_FLUSH_TIMEOUT)
+            finally:
+                self._close()
+        else:
+            self._close()
+
+    def abandon(self) -> None:
+        """Closes our descriptors and nothing else, for the child of a fork: the parent's connection lives on."""
+        self._state = _State.CLOSED
+        self._channel.close()
+        for queued in self._queue:
+            close_descriptors(queued.descriptors)
+        self._queue.clear()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+    def _pump(self) -> None:
+        if self._again is None:
+            self._deliver()
+
+    def _pump_again(self) -> None:
+        self._again = None
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Delivers what has arrived; a flood is cut, and its rest delivered in the next pass of the loop."""
+        size = 0
+        for _ in range(_MESSAGES_PER_PASS):
+            if self._state is not _State.OPEN:
+                return
+            try:
+                packet = self._channel.receive()
+                if packet is None:
+                    return
+                self._dispatch(packet.data, packet.descriptors)
+            except HixlError as error:
+                self._lose(error)
+                return
+            size += len(packet.data)
+            if size >= _BYTES_PER_PASS:
+                break
+        if self._state is _State.OPEN and self._channel.buffered:
+            self._again = self._loop.call_soon(self._pump_again)
+
+    def _dispatch(self, data: bytes, descriptors: list[int]) -> None:
+        assert self._on_message is not None
+        try:
+            kind, body = codec.decode(data)
+        except ProtocolError:
+            close_descriptors(descriptors)
+            raise
+        try:
+            self._on_message(kind, body, descriptors)
+        except HixlError:
+            raise
+        except Exception as error:
+            self._loop.call_exception_handler(
+                {"message": f"hixl_async: a message of {self.identity.name!r} could not be handled", "exception": error}
+            )
+            raise ProtocolError("a message could not be handled", peer=self.identity.name) from error
+
+    def _flush(self) -> None:
+        try:
+            while self._channel.flush():
+                if not self._queue:
+                    self._loop.remove_writer(self._channel.fileno())
+                    if self._flushed is not None and not self._flushed.done():
+                        self._flushed.set_result(None)
+                    return
+                data, descriptors = self._queue[0]
+                if not self._channel.send(data, descriptors):
+                    return
+                self._queue.popleft()
+                self._queued_bytes -= len(data)
+                self._queued_descriptors -= len(descriptors)
+                close_descriptors(descriptors)
+        except PeerLostError as error:
+            self._lose(error)
+
+    def _lose(self, error: HixlError) -> None:
+        if self._state is _State.CLOSING and self._flushed is not None and not self._flushed.done():
+            self._flushed.set_result(None)
+        if self._state is not _State.OPEN:
+            return
+        self._state = _State.LOST
+        self._error = error
+        if error.peer is None:
+            error.peer = self.identity.name
+        self._disconnect()
+        if self._on_lost is not None:
+            self._loop.call_soon(self._tell_lost)
+
+    def _tell_lost(self) -> None:
+        # aclose() may have come in between
+        if self._state is _State.LOST and self._error is not None and self._on_lost is not None:
+            error, self._error = self._error, None
+            self._on_lost(error)
+
+    def _close(self) -> None:
+        if self._state is _State.CLOSED:
+            return
+        self._disconnect()
+        self.abandon()
+
+    def _disconnect(self) -> None:
+        """Leaves the loop and closes the socket."""
+        descriptor = self._channel.fileno()
+        if descriptor >= 0:
+            self._loop.remove_reader(descriptor)
+            self._loop.remove_writer(descriptor)
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        self._channel.close()
+        for queued in self._queue:
+            close_descriptors(queued.descriptors)
+        self._queue.clear()
+        self._queued_bytes = self._queued_descriptors = 0
+
+
+def _duplicates(descriptors: Sequence[int]) -> list[int]:
+    result: list[int] = []
+    try:
+        for descriptor in descriptors:
+            result.append(os.dup(descriptor))  # not inheritable
+    except OSError as error:
+        close_descriptors(result)
+        raise ProtocolError(f"a descriptor cannot be sent: {error.strerror}", native=error.errno) from None
+    return result

@@ -1,0 +1,111 @@
+"""Who sits at the other end of a Unix socket: its credentials, and a descriptor that tells when it died."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from typing import NamedTuple
+
+__all__ = ["Credentials", "LocalUser", "open_pidfd", "peer_credentials", "start_time"]
+
+_SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5; the socket module has no name for it
+_UCRED = struct.Struct("iII")
+
+
+class Credentials(NamedTuple):
+    """A process as the kernel names it for the holder of a Unix socket (``SO_PEERCRED``)."""
+
+    #: Its process id; 0 if it lives in a PID namespace that ours cannot see.
+    pid: int
+    #: Its effective user id.
+    uid: int
+    #: Its effective group id.
+    gid: int
+
+
+class LocalUser(NamedTuple):
+    """Our own user, and what is needed to tell another process' user from it."""
+
+    #: Our effective user id.
+    uid: int
+    #: The id that stands for every user without a name in our user namespace; usually 65534, "nobody".
+    overflow_uid: int
+    #: True if every user has a name here, so that nobody is shown as `overflow_uid` for lack of one.
+    all_mapped: bool
+
+    @classmethod
+    def current(cls) -> LocalUser:
+        """Reads them from the kernel."""
+        try:
+            overflow_uid = int(_read("/proc/sys/kernel/overflowuid"))
+        except (OSError, ValueError):
+            overflow_uid = 65534
+        try:
+            # user_namespaces(7): lines of "first inside, first outside, how many"; the initial one maps all ids but -1
+            mapped = sum(int(line.split()[2]) for line in _read("/proc/self/uid_map").splitlines())
+        except (OSError, ValueError, IndexError):
+            mapped = 0
+        return cls(os.geteuid(), overflow_uid, mapped >= 0xFFFFFFFF)
+
+    def objection(self, other: Credentials) -> str | None:
+        """Why `other` is not proved to be the same user, or None if it is."""
+        if other.uid != self.uid:
+            return f"it runs as user {other.uid}, this side as user {self.uid}"
+        if other.uid == self.overflow_uid and not self.all_mapped:
+            return f"user {other.uid} stands for every user without a name in this user namespace"
+        return None
+
+
+def peer_credentials(sock: socket.socket) -> Credentials:
+    """The process that connected `sock`, or that listened for it."""
+    return Credentials(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+
+
+def start_time(pid: int | None = None) -> str:
+    """When a process started, in the kernel's ticks, or "" if that cannot be read; ours if `pid` is None.
+
+    A process id and a start time together name one process for as long as the machine runs.
+    """
+    try:
+        stat = _read(f"/proc/{'self' if pid is None else pid}/stat")
+    except OSError:
+        return ""
+    return stat[stat.rindex(")") + 2 :].split()[19]  # proc(5): field 22; the name before it may contain anything
+
+
+def open_pidfd(sock: socket.socket, credentials: Credentials, started: str) -> int | None:
+    """A descriptor that becomes readable when the process at the other end of `sock` has died.
+
+    None if this kernel or namespace cannot give one that surely means that process.
+
+    :param started: the start time that the process itself stated, to verify its id on kernels before 6.5.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pass
+    if credentials.pid <= 0 or not started:
+        return None
+    try:
+        pidfd = os.pidfd_open(credentials.pid)
+    except OSError:
+        return None
+    # The id may have passed to a new process before pidfd_open. If the process that has it now started when our peer
+    # says that it did, and is still there afterwards, it is our peer.
+    if start_time(credentials.pid) == started and not _died(pidfd):
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
+def _died(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()

@@ -1,0 +1,209 @@
+"""The random Unix socket on which two processes of one machine meet, after one of them named it to the other over TCP.
+
+Its name lives in the abstract namespace, so that a killed process leaves nothing behind, or as a file in a directory
+that containers share.  A name only counts where it cannot mean two things: both sides compare a fingerprint of the
+network namespace (abstract names) or of the directory (files).  A stranger could otherwise bind the name where only the
+dialler sees it, and stand between the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from ..errors import InvalidArgumentError
+
+__all__ = ["Rendezvous", "RendezvousName", "Scope", "connect"]
+
+_BACKLOG = 1024
+_FILE = re.compile(r"hixl-[0-9a-f]{32}\.(sock|new)")
+# Between bind and rename a file lives for microseconds; one this old was left by a process that died there.
+_ABANDONED_AFTER = 60.0
+
+
+class RendezvousName(NamedTuple):
+    """What the listening side says in its hello."""
+
+    kind: Literal["abstract", "directory"]
+    #: 32 hexadecimal digits; the rest of the name is fixed, so that a hostile listener cannot send us elsewhere.
+    token: str
+
+    @property
+    def file(self) -> str:
+        return f"hixl-{self.token}.sock"
+
+    @property
+    def abstract(self) -> str:
+        return f"\0hixl_async/{self.token}"
+
+
+class Scope(NamedTuple):
+    """Fingerprints of the places in which a name can be found; equal on two sides only if the places are the same."""
+
+    #: Of the network namespace, which holds the abstract names; "" if unknown.
+    network: str
+    #: Of the shared directory; "" if there is none.
+    directory: str
+
+    @classmethod
+    def current(cls, unix_dir: str | None) -> Scope:
+        """Our own scope.
+
+        :raises InvalidArgumentError: if `unix_dir` is no directory that we can reach.
+        """
+        # Namespaces and inodes are only unique on one kernel, which the boot id names. It is random, so that an
+        # outsider can do nothing with a digest but compare it.
+        try:
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+                boot = file.read().strip()
+            network = _fingerprint(boot, "network", os.stat("/proc/self/ns/net"))
+        except OSError:
+            boot = network = ""
+        if unix_dir is None:
+            return cls(network, "")
+        with _open_directory(unix_dir) as directory:
+            return cls(network, _fingerprint(boot, "directory", os.fstat(directory)) if boot else "")
+
+
+class Rendezvous:
+    """The listening end.  `sock` is non-blocking, of type ``SOCK_SEQPACKET``, and not inherited by children."""
+
+    __slots__ = ("_directory", "name", "sock")
+
+    def __init__(self, unix_dir: str | None, *, other_users: bool) -> None:
+        """Listens under a random name.
+
+        :param other_users: False if other users shall not be able to connect; abstract names cannot prevent them.
+        :raises InvalidArgumentError: if `unix_dir` is no directory, or others could replace files in it.
+        :raises OSError: if the kernel refuses.
+        """
+        self.sock = _socket()
+        self._directory: int | None = None
+        try:
+            self.name = RendezvousName("abstract" if unix_dir is None else "directory", secrets.token_hex(16))
+            if unix_dir is None:
+                self.sock.bind(self.name.abstract)
+                self.sock.listen(_BACKLOG)
+            else:
+                self._listen_in(unix_dir, 0o666 if other_users else 0o600)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _listen_in(self, unix_dir: str, mode: int) -> None:
+        with _open_directory(unix_dir) as directory:
+            _check_private(unix_dir, os.fstat(directory))
+            _remove_stale(directory)
+            self._directory = os.dup(directory)
+        # The file gets its final name only when it can be connected to: before listen() a connect is refused, which is
+        # how _remove_stale recognises the sockets of dead processes.
+        new = self.name.file.replace(".sock", ".new")
+        self.sock.bind(_in(self._directory, new))
+        try:
+            os.chmod(new, mode, dir_fd=self._directory)
+            self.sock.listen(_BACKLOG)
+            os.rename(new, self.name.file, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        except BaseException:
+            os.unlink(new, dir_fd=self._directory)
+            raise
+
+    def close(self) -> None:
+        """Stops listening and removes the file, if there is one; idempotent."""
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self.name.file, dir_fd=self._directory)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Closes our descriptors only: in the child of a fork the socket belongs to the parent."""
+        self.sock.close()
+        if self._directory is not None:
+            os.close(self._directory)
+            self._directory = None
+
+
+def connect(name: RendezvousName, unix_dir: str | None) -> socket.socket:
+    """Connects to a listening end.
+
+    :raises BlockingIOError: if its queue is full; try again a little later.
+    :raises OSError: if nobody listens under `name`.
+    :raises InvalidArgumentError: if `unix_dir` is no directory that we can reach.
+    """
+    sock = _socket()
+    try:
+        if name.kind == "abstract":
+            sock.connect(name.abstract)
+        else:
+            assert unix_dir is not None, "the scopes of the two sides were compared before"
+            with _open_directory(unix_dir) as directory:
+                sock.connect(_in(directory, name.file))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+
+
+def _fingerprint(boot: str, what: str, inode: os.stat_result) -> str:
+    return hashlib.sha256(f"hixl_async {what} {boot} {inode.st_dev} {inode.st_ino}".encode()).hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def _open_directory(path: str) -> Iterator[int]:
+    try:
+        directory = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise InvalidArgumentError(f"unix_dir must be a directory, not {path!r}: {error.strerror}") from None
+    try:
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _in(directory: int, file: str) -> str:
+    # Through the descriptor the path is short, whatever the length of unix_dir (unix(7): 108 bytes at most), and it is
+    # the very directory that was checked.
+    return f"/proc/self/fd/{directory}/{file}"
+
+
+def _check_private(path: str, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise InvalidArgumentError(f"unix_dir {path!r} must belong to this user or root, not to user {status.st_uid}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
+        raise InvalidArgumentError(
+            f"others may replace files in unix_dir {path!r} (mode {stat.S_IMODE(status.st_mode):04o}): "
+            f"take their right to write away, or set the sticky bit (chmod +t)"
+        )
+
+
+def _remove_stale(directory: int) -> None:
+    """Removes the sockets of processes that were killed before they could do so."""
+    try:
+        files = [file for file in os.listdir(f"/proc/self/fd/{directory}") if _FILE.fullmatch(file)]
+    except OSError:
+        return  # we may use the directory without being allowed to list it
+    for file in files:
+        with contextlib.suppress(OSError):  # somebody else removed it, or it is another user's
+            if file.endswith(".new"):
+                if time.time() - os.stat(file, dir_fd=directory).st_mtime < _ABANDONED_AFTER:
+                    continue
+            elif not _refused(_in(directory, file)):
+                continue
+            os.unlink(file, dir_fd=directory)
+
+
+def _refused(path: str) -> bool:
+    with _socket() as sock:
+        return sock.connect_ex(path) == errno.ECONNREFUSED

@@ -1,0 +1,149 @@
+"""The only file of the control protocol that waits for a socket during a handshake; the same on asyncio and uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from typing import Any, NamedTuple, TypeAlias, overload
+
+from ..errors import ConnectError, InvalidArgumentError, ProtocolError
+from ..types import Address
+from .channel import Channel, close_descriptors
+from .rendezvous import RendezvousName
+from .rendezvous import connect as connect_rendezvous
+
+__all__ = ["connect_tcp", "connect_unix", "receive", "resolve", "send", "tcp_path"]
+
+# A Unix socket whose queue is full refuses at once and never says when there is room again (unix_stream_connect in
+# net/unix/af_unix.c), so that there is nothing to wait for but time.
+_FULL_QUEUE_RETRY = 0.005
+
+SocketAddress: TypeAlias = tuple[Any, ...]
+
+
+class Target(NamedTuple):
+    """One meaning of an `Address`."""
+
+    family: int
+    address: SocketAddress
+
+
+async def resolve(address: Address) -> list[Target]:
+    """Looks up the host of `address`.
+
+    :raises InvalidArgumentError: if it is no host.
+    """
+    host = address.host or "127.0.0.1"
+    options = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}
+    try:
+        try:  # without a thread where there is nothing to look up
+            found = socket.getaddrinfo(host, address.port, flags=socket.AI_NUMERICHOST, **options)
+        except socket.gaierror:
+            found = await asyncio.get_running_loop().getaddrinfo(host, address.port, **options)
+    except (OSError, UnicodeError) as error:
+        raise InvalidArgumentError(f"the host of address {address} cannot be found: {error}") from None
+    return [Target(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+async def connect_tcp(address: Address) -> socket.socket:
+    """Connects to the first target that answers.
+
+    :raises ConnectError: if none does.
+    :raises InvalidArgumentError: if `address` has no host that is known, or no port.
+    """
+    if not address.port:
+        raise InvalidArgumentError(f"address {address} has port 0, which nobody can listen on")
+    reason = "nothing found"
+    for target in await resolve(address):
+        sock = socket.socket(target.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            code = sock.connect_ex(target.address)
+            if code == errno.EINPROGRESS:
+                await _ready(sock.fileno(), writable=True)
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code == 0:
+                return sock
+        except OSError as error:
+            code = error.errno or 0
+        except BaseException:
+            sock.close()
+            raise
+        sock.close()
+        reason = os.strerror(code)
+    raise ConnectError(f"cannot connect to {address}: {reason}")
+
+
+async def connect_unix(name: RendezvousName, unix_dir: str | None) -> socket.socket:
+    """Connects to a rendezvous, as soon as there is room in its queue.
+
+    :raises OSError: if nobody listens there.
+    """
+    while True:
+        try:
+            return connect_rendezvous(name, unix_dir)
+        except BlockingIOError:
+            await asyncio.sleep(_FULL_QUEUE_RETRY)
+
+
+def tcp_path(dialler: SocketAddress, listener: SocketAddress) -> str:
+    """The two ends of a TCP connection in words that both of them use."""
+    # A socket for both versions of IP shows version 4 in the dress of version 6.
+    return " > ".join(f"{end[0].removeprefix('::ffff:')} {end[1]}" for end in (dialler, listener))
+
+
+@overload
+async def receive(channel: Channel) -> bytes: ...
+@overload
+async def receive(channel: Channel, *, unless: asyncio.Future[Any]) -> bytes | None: ...
+async def receive(channel: Channel, *, unless: asyncio.Future[Any] | None = None) -> bytes | None:
+    """The next message of a handshake, or None if `unless` is done first.
+
+    :raises PeerLostError: if the other side is gone.
+    :raises ProtocolError: if it sent no message, or descriptors, which have no place here.
+    """
+    while unless is None or not unless.done():
+        if (packet := channel.receive()) is not None:
+            if packet.descriptors:
+                close_descriptors(packet.descriptors)
+                raise ProtocolError("descriptors came before the two sides had authenticated each other")
+            return packet.data
+        await _ready(channel.fileno(), writable=False, unless=unless)
+    return None
+
+
+async def send(channel: Channel, data: bytes) -> None:
+    """Sends a message of a handshake.
+
+    :raises PeerLostError: if the other side is gone.
+    """
+    while not channel.send(data, ()):
+        await _ready(channel.fileno(), writable=True)
+    while not channel.flush():
+        await _ready(channel.fileno(), writable=True)
+
+
+async def _ready(descriptor: int, *, writable: bool, unless: asyncio.Future[Any] | None = None) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    if writable:
+        loop.add_writer(descriptor, wake)
+    else:
+        loop.add_reader(descriptor, wake)
+    if unless is not None:
+        unless.add_done_callback(wake)
+    try:
+        await ready
+    finally:
+        if unless is not None:
+            unless.remove_done_callback(wake)
+        if writable:
+            loop.remove_writer(descriptor)
+        else:
+            loop.remove_reader(descriptor)

@@ -1,0 +1,62 @@
+"""The registry of drivers: found by entry point, loaded on demand, never chosen by name in code."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from .._core import CAPABILITIES, table_capabilities, table_problem
+from ..errors import DriverLoadError
+from ..types import DriverInfo
+
+__all__ = ["GROUP", "available", "load", "names"]
+
+#: The entry-point group; a value names a module's capsule, e.g. ``"my_package._fabric:DRIVER"``.
+GROUP = "hixl_async.drivers"
+
+# Used where the package runs from a source tree and so has no installed entry points.
+_BUILT_IN = {name: EntryPoint(name, f"hixl_async.drivers._{name}:DRIVER", GROUP) for name in ("shm", "faulty")}
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {**_BUILT_IN, **{entry.name: entry for entry in entry_points(group=GROUP)}}
+
+
+def names() -> list[str]:
+    """Names of all drivers that are installed, whether or not they can be loaded here."""
+    return sorted(_entries())
+
+
+def load(name: str) -> Any:
+    """The capsule with the driver's table.
+
+    :raises DriverLoadError: if there is no such driver, or its module cannot be imported or does not fit this core.
+    """
+    entries = _entries()
+    entry = entries.get(name)
+    if entry is None:
+        raise DriverLoadError(f"there is no driver {name!r}; installed: {', '.join(sorted(entries))}")
+    try:
+        capsule = getattr(import_module(entry.module), entry.attr)
+    except (ImportError, AttributeError) as error:
+        raise DriverLoadError(
+            f"driver {name!r} ({entry.value}) could not be imported: {error}; reinstall the package that provides it"
+        ) from error
+    problem = table_problem(capsule)
+    if problem is not None:
+        raise DriverLoadError(f"driver {name!r} ({entry.value}) cannot be used: {problem}")
+    return capsule
+
+
+def available() -> list[DriverInfo]:
+    """What ``hixl-async info`` shows: every driver with its capabilities, or the reason why it is missing."""
+    rows = []
+    for name in names():
+        try:
+            bits = table_capabilities(load(name))
+        except DriverLoadError as error:
+            rows.append(DriverInfo(name, (), str(error)))
+        else:
+            rows.append(DriverInfo(name, tuple(word for bit, word in CAPABILITIES.items() if bits & bit), None))
+    return rows

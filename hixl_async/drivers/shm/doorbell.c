@@ -1,0 +1,72 @@
+/* Waking the peer: one pipe per direction, made by the side that rings.
+ *
+ * Not an eventfd: that is one open file description in both processes, so a hostile peer could clear its O_NONBLOCK, fill its
+ * counter, and so make our write wait for ever, and eventfds know no RWF_NOWAIT for writing.  A pipe's write end is a description
+ * of its own that is never shared.  The read end is shared, so the receiver never trusts its O_NONBLOCK: it reads with
+ * RWF_NOWAIT or, before Linux 6.4, through a description of its own.  The ringer keeps a copy of the read end, which keeps
+ * SIGPIPE away when the peer closes its own.  Measured ring + clear: 0.97 us; eventfd 0.93, Unix sockets 2.1 and more.
+ */
+#include "shm.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+int shm_bell_new(int *write_end, int *read_end) {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC | O_NONBLOCK) < 0) return errno == EMFILE || errno == ENFILE ? -HXA_E_NOMEM : -HXA_E_SYSTEM;
+    /* One page holds 4,096 unread rings; the default of 16 counts against the user's pipe pages with every link. */
+    (void)fcntl(ends[1], F_SETPIPE_SZ, SHM_PAGE);
+    (void)fchmod(ends[0], 0444);       /* another user may have to reopen it (shm_bell_adopt), for reading only */
+    *read_end = ends[0];
+    *write_end = ends[1];
+    return 0;
+}
+
+/* Can this kernel read a pipe with RWF_NOWAIT?  Asked of a pipe of our own that is empty. */
+uint32_t shm_bell_nowait(void) {
+    int ends[2];
+    uint8_t byte;
+    struct iovec into = {&byte, 1};
+    if (pipe2(ends, O_CLOEXEC | O_NONBLOCK) < 0) return 0;
+    const ssize_t got = preadv2(ends[0], &into, 1, -1, RWF_NOWAIT);
+    const uint32_t works = got < 0 && errno == EAGAIN;
+    close(ends[0]);
+    close(ends[1]);
+    return works;
+}
+
+/* Takes the read end that a peer passed: 0, or a negative hxa_status with the descriptor left as it was. */
+int shm_bell_adopt(int *fd, uint32_t nowait) {
+    const int flags = fcntl(*fd, F_GETFL);
+    if (fcntl(*fd, F_GETPIPE_SZ) < 0 || flags < 0 || (flags & O_ACCMODE) == O_WRONLY) return -HXA_E_PROTOCOL;
+    if (nowait) return 0;
+    char path[40];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", *fd);
+    const int own = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (own < 0) return -HXA_E_UNSUPPORTED;
+    close(*fd);
+    *fd = own;
+    return 0;
+}
+
+/* 1 if a byte went in; a full pipe already holds more wake-ups than anybody needs. */
+int shm_bell_ring(int fd) {
+    const uint8_t byte = 1;
+    ssize_t wrote;
+    do wrote = write(fd, &byte, 1);
+    while (wrote < 0 && errno == EINTR);
+    return wrote == 1;
+}
+
+/* Takes at most one page of rings: their number, 0 once the ringer closed its end, -1 if there were none. */
+ssize_t shm_bell_clear(int fd, uint32_t nowait) {
+    uint8_t rings[SHM_PAGE];
+    struct iovec into = {rings, sizeof rings};
+    ssize_t got;
+    do got = nowait ? preadv2(fd, &into, 1, -1, RWF_NOWAIT) : read(fd, rings, sizeof rings);
+    while (got < 0 && errno == EINTR);
+    return got;
+}

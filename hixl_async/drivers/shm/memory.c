@@ -1,0 +1,151 @@
+/* Regions: allocated ones are segments, registered ones stay where they are and are reached by process_vm_*. */
+#include "shm.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum { IMPORT_AT_ONCE = 4 * SHM_PAGE };       /* populating more than this is a copy thread's work */
+static const uint32_t ALL_RIGHTS = HXA_RIGHT_READ | HXA_RIGHT_WRITE;
+
+static hxa_mem *mem_new(hxa_instance *self, uint32_t kind, uint32_t rights, uint64_t size) {
+    hxa_mem *mem = (hxa_mem *)calloc(1, sizeof *mem);
+    if (mem == NULL) return NULL;
+    mem->self = self;
+    mem->kind = kind;
+    mem->rights = rights;
+    mem->size = size;
+    mem->fd = -1;
+    mem->next = self->memories;
+    if (mem->next != NULL) mem->next->prev = mem;
+    self->memories = mem;
+    shm_bump(&self->loop.memories, 1);
+    return mem;
+}
+
+void shm_mem_release(hxa_mem *mem) {
+    hxa_instance *self = mem->self;
+    shm_segment_unmap(mem->base, mem->mapped);
+    if (mem->fd >= 0) close(mem->fd);
+    if (mem->next != NULL) mem->next->prev = mem->prev;
+    if (mem->prev != NULL) mem->prev->next = mem->next;
+    else self->memories = mem->next;
+    shm_store(&self->loop.memories, self->loop.memories - 1);
+    free(mem);
+}
+
+int shm_mem_alloc(hxa_instance *self, uint64_t size, uint32_t rights, hxa_mem **mem, void **address) {
+    if (size == 0 || (rights & ~ALL_RIGHTS)) return -HXA_E_INVALID;
+    hxa_mem *made = mem_new(self, SHM_OWNED, rights, size);
+    if (made == NULL) return -HXA_E_NOMEM;
+    const uint64_t bytes = shm_pages(size);
+    int status = shm_segment_create("hixl_async:region", bytes, &made->fd);
+    if (status == 0) status = shm_segment_map(made->fd, bytes, 1, 1, &made->base);
+    if (status == 0) {
+        made->mapped = bytes;
+        status = shm_segment_seal(made->fd, !(rights & HXA_RIGHT_WRITE));
+    }
+    if (status != 0) {
+        shm_mem_release(made);
+        return status;
+    }
+    *mem = made;
+    *address = made->base;
+    return 0;
+}
+
+int shm_mem_register(hxa_instance *self, void *address, uint64_t size, uint32_t kind, uint32_t rights, hxa_mem **mem) {
+    if (kind != HXA_KIND_HOST) return -HXA_E_UNSUPPORTED;
+    if (size == 0 || address == NULL || (rights & ~ALL_RIGHTS) || (uintptr_t)address + size < size) return -HXA_E_INVALID;
+    hxa_mem *made = mem_new(self, SHM_REGISTERED, rights, size);
+    if (made == NULL) return -HXA_E_NOMEM;
+    made->base = (uint8_t *)address;
+    *mem = made;
+    return 0;
+}
+
+int shm_mem_export(hxa_mem *mem, uint32_t rights, hxa_card *card) {
+    if (mem->kind != SHM_OWNED && mem->kind != SHM_REGISTERED) return -HXA_E_INVALID;
+    if (rights == 0 || (rights & ~ALL_RIGHTS)) return -HXA_E_INVALID;
+    if (rights & ~mem->rights) return -HXA_E_RIGHTS;
+    const shm_mem_card about = {
+        .magic = SHM_MEM_MAGIC, .version = SHM_VERSION, .kind = mem->kind, .rights = rights, .size = mem->size,
+        .address = mem->kind == SHM_REGISTERED ? (uint64_t)(uintptr_t)mem->base : 0};
+    memset(card, 0, sizeof *card);
+    if (mem->kind == SHM_OWNED) {
+        /* The seal on a region that nobody may write holds for every descriptor; else a reader needs one that can't write. */
+        if ((mem->rights & HXA_RIGHT_WRITE) && !(rights & HXA_RIGHT_WRITE)) {
+            const int status = shm_segment_reader(mem->fd, &card->fds[0]);
+            if (status != 0) return status;
+        } else {
+            card->fds[0] = fcntl(mem->fd, F_DUPFD_CLOEXEC, 0);
+            if (card->fds[0] < 0) return -HXA_E_NOMEM;
+        }
+        card->nfds = 1;
+    }
+    card->len = sizeof about;
+    memcpy(card->data, &about, sizeof about);
+    return 0;
+}
+
+/* The segment is checked before it is mapped, and its descriptor is closed whatever comes out. */
+static int import_segment(hxa_mem *made, const hxa_card *card, uint32_t rights) {
+    if (card->nfds != 1) return -HXA_E_PROTOCOL;
+    uint64_t actual;
+    int status = shm_segment_check(card->fds[0], made->size, &actual);
+    if (status != 0) return status;
+    const uint64_t bytes = shm_pages(made->size);
+    status = shm_segment_map(card->fds[0], bytes, (rights & HXA_RIGHT_WRITE) != 0, 0, &made->base);
+    if (status == 0) made->mapped = bytes;
+    return status;
+}
+
+static int import_start(hxa_link *link, const hxa_card *card, const shm_mem_card *about, uint32_t rights, hxa_mem **mem, hxa_op *op) {
+    hxa_mem *made = mem_new(link->self, about->kind == SHM_OWNED ? SHM_MAPPED : SHM_REMOTE, rights, about->size);
+    if (made == NULL) return -HXA_E_NOMEM;
+    made->link = link;
+    int status = 0;
+    if (made->kind == SHM_REMOTE) made->base = (uint8_t *)(uintptr_t)about->address;
+    else status = import_segment(made, card, rights);
+    if (status == 0 && made->mapped > IMPORT_AT_ONCE) {
+        status = shm_pool_ready(link->self, 1);
+        if (status == 0) {
+            *mem = made;
+            shm_op_accept(op, link, made, SHM_IMPORT);
+            shm_pool_push(link->self, op, 1);
+            return HXA_PENDING;
+        }
+    } else if (status == 0 && made->mapped != 0) {
+        op->native = shm_segment_populate(made->base, made->mapped, (rights & HXA_RIGHT_WRITE) != 0);
+        if (op->native != 0) status = -HXA_E_SYSTEM;
+    }
+    if (status != 0) {
+        shm_mem_release(made);
+        return status;
+    }
+    *mem = made;
+    return HXA_DONE;
+}
+
+int shm_mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rights, hxa_mem **mem, hxa_op *op) {
+    shm_mem_card about;
+    int status;
+    if (card->len != sizeof about) {
+        status = -HXA_E_PROTOCOL;
+    } else {
+        memcpy(&about, card->data, sizeof about);
+        if (shm_load(&link->state) != SHM_UP) status = -HXA_E_LINK;
+        else if (rights == 0 || (rights & ~ALL_RIGHTS) || size == 0) status = -HXA_E_INVALID;
+        else if (about.magic != SHM_MEM_MAGIC || about.version != SHM_VERSION) status = -HXA_E_PROTOCOL;
+        else if (about.kind != SHM_OWNED && about.kind != SHM_REGISTERED) status = -HXA_E_PROTOCOL;
+        else if (about.size != size || (about.kind == SHM_REGISTERED && card->nfds != 0)) status = -HXA_E_PROTOCOL;
+        else if (about.kind == SHM_REGISTERED && (about.address == 0 || about.address + size < size)) status = -HXA_E_PROTOCOL;
+        else if (rights & ~about.rights) status = -HXA_E_RIGHTS;
+        else if (about.kind == SHM_REGISTERED && link->vm_errno != 0) {
+            op->native = link->vm_errno;
+            status = -HXA_E_RIGHTS;
+        } else status = import_start(link, card, &about, rights, mem, op);
+    }
+    shm_close_card(card);
+    return status;
+}

@@ -1,0 +1,150 @@
+/* Segments: memory without a name that travels as a descriptor.
+ *
+ * Ours are memfds, allocated up front (so that a full machine is an error here and not a SIGBUS later), sealed against
+ * changes of size, and of mode 0400, so that a reader can't reopen its descriptor for writing.  A peer's are believed only
+ * after a look at what the kernel says about them.
+ */
+#include "shm.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#ifndef F_SEAL_FUTURE_WRITE
+#define F_SEAL_FUTURE_WRITE 0x0010
+#endif
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008u
+#endif
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+#define SHM_TMPFS_MAGIC 0x01021994
+
+static long page_bytes(void) {
+    static long bytes;                 /* racing threads store the same value */
+    long known = shm_load(&bytes);
+    if (known == 0) shm_store(&bytes, known = sysconf(_SC_PAGESIZE));
+    return known;
+}
+
+/* Rounded up to whole pages; 0 if that overflows. */
+uint64_t shm_pages(uint64_t bytes) {
+    const uint64_t mask = (uint64_t)page_bytes() - 1;
+    return bytes > UINT64_MAX - mask ? 0 : (bytes + mask) & ~mask;
+}
+
+static int status_of(int error) {
+    switch (error) {
+    case ENOMEM: case ENOSPC: case EMFILE: case ENFILE: case EFBIG: case EDQUOT: return -HXA_E_NOMEM;
+    case EPERM: case EACCES: return -HXA_E_RIGHTS;
+    default: return -HXA_E_SYSTEM;
+    }
+}
+
+/* A memfd of whole pages, not sealed yet.  Answers 0 or a negative hxa_status. */
+int shm_segment_create(const char *name, uint64_t bytes, int *fd) {
+    if (bytes == 0 || bytes > (uint64_t)INT64_MAX) return -HXA_E_NOMEM;
+    int made = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+    if (made < 0 && errno == EINVAL) made = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);      /* before Linux 6.3 */
+    if (made < 0) return status_of(errno);
+    int failed;
+    if (fchmod(made, 0400) < 0 || ftruncate(made, (off_t)bytes) < 0) failed = 1;
+    else do failed = fallocate(made, 0, 0, (off_t)bytes); while (failed && errno == EINTR);
+    if (failed) {
+        const int status = status_of(errno);
+        close(made);
+        return status;
+    }
+    *fd = made;
+    return 0;
+}
+
+/* Fixes the size for ever; read_only (after our own mapping exists) also forbids any new way of writing. */
+int shm_segment_seal(int fd, int read_only) {
+    const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL | (read_only ? F_SEAL_FUTURE_WRITE : 0);
+    return fcntl(fd, F_ADD_SEALS, seals) < 0 ? status_of(errno) : 0;
+}
+
+/* Is a peer's descriptor a segment of at least `bytes` that can neither vanish under our feet (SIGBUS) nor make us allocate
+ * its pages?  The seals come first: on a descriptor of another kind (a file of a hostile FUSE server, say) fcntl answers from
+ * the descriptor, where fstat would ask the file system and wait. */
+int shm_segment_check(int fd, uint64_t bytes, uint64_t *actual) {
+    const int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || (seals & (F_SEAL_SHRINK | F_SEAL_GROW)) != (F_SEAL_SHRINK | F_SEAL_GROW)) return -HXA_E_PROTOCOL;
+    struct stat about;
+    struct statfs system;
+    if (fstat(fd, &about) < 0 || fstatfs(fd, &system) < 0) return -HXA_E_PROTOCOL;
+    if (!S_ISREG(about.st_mode) || system.f_type != SHM_TMPFS_MAGIC) return -HXA_E_PROTOCOL;    /* huge pages can run out */
+    if (about.st_size <= 0 || (uint64_t)about.st_size < bytes) return -HXA_E_PROTOCOL;
+    if ((uint64_t)about.st_blocks * 512 < shm_pages(bytes)) return -HXA_E_PROTOCOL;
+    *actual = (uint64_t)about.st_size;
+    return 0;
+}
+
+int shm_segment_map(int fd, uint64_t bytes, int writable, int keep_in_child, uint8_t **base) {
+    void *at = mmap(NULL, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED) return status_of(errno);
+    if (!keep_in_child) madvise(at, bytes, MADV_DONTFORK);
+    *base = (uint8_t *)at;
+    return 0;
+}
+
+void shm_segment_unmap(uint8_t *base, uint64_t bytes) {
+    if (bytes != 0) munmap(base, bytes);
+}
+
+/* Takes the page faults of a mapping now.  Answers 0 or errno.  Never changes a byte: a write fault stores nothing. */
+int shm_segment_populate(uint8_t *base, uint64_t bytes, int writable) {
+    int failed;
+    do failed = madvise(base, bytes, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+    while (failed && (errno == EINTR || errno == EAGAIN));
+    if (!failed) return 0;
+    if (errno != EINVAL) return errno;
+    for (uint64_t at = 0; at < bytes; at += (uint64_t)page_bytes()) (void)*(volatile uint8_t *)(base + at);   /* before 5.14 */
+    return 0;
+}
+
+/* A descriptor of the same segment that can only read: reopened, because dup would share the right to write. */
+int shm_segment_reader(int fd, int *reader) {
+    char path[40];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    const int made = open(path, O_RDONLY | O_CLOEXEC);
+    if (made < 0) return status_of(errno);
+    *reader = made;
+    return 0;
+}
+
+static void *close_slowly(void *fd) {
+    close((int)(intptr_t)fd);
+    return NULL;
+}
+
+/* Closes a descriptor that a peer gave us.  Closing asks the file behind it (FUSE's flush, a lingering socket), and a hostile
+ * one may not answer; only kinds that can't wait are closed here, others by a thread that nobody waits for. */
+void shm_close_foreign(int fd) {
+    if (fd < 0) return;
+    if (fcntl(fd, F_GET_SEALS) >= 0 || fcntl(fd, F_GETPIPE_SZ) >= 0) {
+        close(fd);
+        return;
+    }
+    pthread_attr_t detached;
+    pthread_t thread;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    if (pthread_create(&thread, &detached, close_slowly, (void *)(intptr_t)fd) != 0) close(fd);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&detached);
+}
+
+void shm_close_card(const hxa_card *card) {
+    for (uint32_t i = 0; i < card->nfds && i < HXA_CARD_FDS; i++) shm_close_foreign(card->fds[i]);
+}

@@ -1,0 +1,31 @@
+"""KV caches: the flat public surface of ``hixl_async.kv``.
+
+======================  ==================================================================================
+`Layout`                shapes and bytes of a paged cache (pure)
+`Pool`                  lends blocks of one region, all or nothing
+`Blocks`                reserved blocks: a ticket and a stream as a target, ``blocks[i]`` as a source
+`LayerStream`           the consumer's side: layers as they land
+`PushStream`            the producer's side: ``push`` from any thread
+`Outcome`, `Verdict`    how a stream ended
+======================  ==================================================================================
+"""
+
+from .blocks import Blocks, LayerBlocks, Reservation
+from .layout import Layout
+from .pool import Pool, PoolStatistics
+from .protocol import Outcome, Verdict
+from .push import PushStream
+from .stream import LayerStream
+
+__all__ = [
+    "Blocks",
+    "LayerBlocks",
+    "LayerStream",
+    "Layout",
+    "Outcome",
+    "Pool",
+    "PoolStatistics",
+    "PushStream",
+    "Reservation",
+    "Verdict",
+]

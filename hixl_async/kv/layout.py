@@ -1,0 +1,225 @@
+"""The shape of a paged KV cache, and what it means in bytes.  Pure: no engine, no loop, and numpy only where it is
+there already.
+
+A pool of `blocks` blocks is one contiguous array of shape ``(layers, 2, blocks, block_tokens, kv_heads, head_dim)``:
+keys and values of a layer lie apart (index 0 and 1 of the second axis), and one block of one layer's keys is one
+contiguous run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidArgumentError, RangeError
+
+__all__ = ["Layout"]
+
+_ITEM_BYTES = {
+    "bool": 1,
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "int16": 2,
+    "uint16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float64": 8,
+}
+_ALIASES = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+    "double": "float64",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "float8_e4m3": "float8_e4m3fn",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The shape of a paged KV cache; two sides can stream to each other if all fields are equal.
+
+    :param layers: number of attention layers held here.
+    :param kv_heads: key/value heads per layer held here (under tensor parallelism: those of this rank).
+    :param head_dim: elements per head.
+    :param dtype: element type by name (``"bfloat16"``, ``"float16"``, ``"float32"``, ``"int8"``, ``"fp8_e4m3"``, ...; a
+        ``"torch."`` prefix is dropped), or the size of one element in bytes.
+    :param block_tokens: tokens per block.
+    :raises InvalidArgumentError: if a number is not a positive integer, or the dtype's name is not known.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str | int
+    block_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "block_tokens"):
+            _positive(name, getattr(self, name))
+        if isinstance(self.dtype, str):
+            name = self.dtype.removeprefix("torch.")
+            name = _ALIASES.get(name, name)
+            if name not in _ITEM_BYTES:
+                known = ", ".join(sorted(_ITEM_BYTES))
+                raise InvalidArgumentError(
+                    f"dtype {self.dtype!r} is not known; use its size in bytes, or one of {known}"
+                )
+            object.__setattr__(self, "dtype", name)
+        else:
+            _positive("dtype, where it is the size of an element in bytes,", self.dtype)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES[self.dtype] if isinstance(self.dtype, str) else self.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer's keys (or of its values)."""
+        return self.block_tokens * self.kv_heads * self.head_dim * self.item_bytes
+
+    def layer_bytes(self, blocks: int) -> int:
+        """Bytes of one layer, keys and values together, in a pool of `blocks` blocks."""
+        return 2 * blocks * self.block_bytes
+
+    def pool_bytes(self, blocks: int) -> int:
+        """Bytes of a pool of `blocks` blocks."""
+        return self.layers * self.layer_bytes(blocks)
+
+    def shape(self, blocks: int) -> tuple[int, int, int, int, int, int]:
+        """The pool as an array: ``(layers, 2, blocks, block_tokens, kv_heads, head_dim)``."""
+        return (self.layers, 2, blocks, self.block_tokens, self.kv_heads, self.head_dim)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens; the last one may be partly used.
+
+        :raises InvalidArgumentError: if `tokens` is not a positive integer.
+        """
+        return -(-_positive("tokens", tokens) // self.block_tokens)
+
+    def fields(self) -> dict[str, str | int]:
+        """The fields as a JSON-safe dict; `from_fields` is the way back."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Layout:
+        """The layout that `fields` describes.
+
+        :raises InvalidArgumentError: if a field is missing, unknown or malformed.
+        """
+        if not isinstance(fields, Mapping) or set(fields) != set(_FIELDS):
+            raise InvalidArgumentError(f"a layout has exactly the fields {', '.join(_FIELDS)}")
+        return cls(**fields)
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits, equal for equal layouts in every process and on every host."""
+        text = ";".join(f"{name}={value}" for name, value in self.fields().items())
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def mismatch(self, other: Layout) -> list[str]:
+        """The names of the fields in which `other` differs; empty if the two can stream to each other."""
+        return [name for name in _FIELDS if getattr(self, name) != getattr(other, name)]
+
+    def rows(
+        self,
+        layer: int,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+        source_pool_blocks: int,
+        target_pool_blocks: int,
+    ) -> Any:
+        """Descriptors that copy one layer's blocks from one pool to another: source block *i* to target block *i*.
+
+        Neighbours in both pools become one descriptor.  Where the process has imported numpy there is no Python loop
+        over the blocks.
+
+        :param layer: index of the layer, the same on both sides.
+        :param source_blocks: block ids in the source pool.
+        :param target_blocks: block ids in the target pool, as many as `source_blocks`.
+        :param source_pool_blocks: size of the source pool in blocks.
+        :param target_pool_blocks: size of the target pool in blocks.
+        :returns: a C-contiguous buffer of N x 3 uint64: source offset, target offset, length, in bytes.
+        :raises RangeError: if the layer or a block id does not exist, or the two lists are empty or differ in length.
+        """
+        if not 0 <= layer < self.layers:
+            raise RangeError(f"layer {layer} does not exist: the layout has {self.layers} layers")
+        if len(source_blocks) != len(target_blocks) or not len(source_blocks):
+            raise RangeError(
+                f"there must be as many source as target blocks, and at least one, not {len(source_blocks)} and "
+                f"{len(target_blocks)}"
+            )
+        _check_ids("source", source_blocks, source_pool_blocks)
+        _check_ids("target", target_blocks, target_pool_blocks)
+        # Block numbers that run through the whole pool: a layer's keys, then its values, then the next layer.
+        bases = [((2 * layer + half) * source_pool_blocks, (2 * layer + half) * target_pool_blocks) for half in (0, 1)]
+        numpy = sys.modules.get("numpy")
+        # Without flatnonzero numpy is just being imported by another thread.
+        if numpy is not None and hasattr(numpy, "flatnonzero"):
+            return _rows_of_arrays(numpy, bases, source_blocks, target_blocks, self.block_bytes)
+        return _rows_of_loops(bases, source_blocks, target_blocks, self.block_bytes)
+
+
+_FIELDS = tuple(Layout.__dataclass_fields__)
+
+
+def _positive(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgumentError(f"{name} must be a positive integer, not {value!r}")
+    return value
+
+
+def _check_ids(side: str, ids: Iterable[int], pool_blocks: int) -> None:
+    if min(ids) < 0 or max(ids) >= pool_blocks:
+        outside = [block for block in ids if not 0 <= block < pool_blocks]
+        raise RangeError(f"{side} blocks {outside[:5]} do not exist: that pool has {pool_blocks} blocks")
+
+
+def _rows_of_arrays(
+    numpy: Any, bases: list[tuple[int, int]], sources: Sequence[int], targets: Sequence[int], block_bytes: int
+) -> Any:
+    source_ids = numpy.asarray(sources, dtype=numpy.int64)
+    target_ids = numpy.asarray(targets, dtype=numpy.int64)
+    source = numpy.concatenate([source_ids + base for base, _ in bases])
+    target = numpy.concatenate([target_ids + base for _, base in bases])
+    breaks = numpy.flatnonzero((numpy.diff(source) != 1) | (numpy.diff(target) != 1)) + 1
+    starts = numpy.concatenate(([0], breaks))
+    rows = numpy.empty((len(starts), 3), dtype=numpy.uint64)
+    rows[:, 0] = source[starts]
+    rows[:, 1] = target[starts]
+    rows[:, 2] = numpy.diff(starts, append=len(source))
+    rows *= numpy.uint64(block_bytes)
+    return rows
+
+
+def _rows_of_loops(
+    bases: list[tuple[int, int]], sources: Sequence[int], targets: Sequence[int], block_bytes: int
+) -> memoryview:
+    rows = array("Q")
+    next_source = next_target = -1
+    for source_base, target_base in bases:
+        for source, target in zip(sources, targets, strict=True):
+            if source_base + source == next_source and target_base + target == next_target:
+                rows[-1] += block_bytes
+            else:
+                rows.extend(((source_base + source) * block_bytes, (target_base + target) * block_bytes, block_bytes))
+            next_source, next_target = source_base + source + 1, target_base + target + 1
+    return memoryview(rows).cast("B").cast("Q", shape=[len(rows) // 3, 3])

@@ -1,0 +1,109 @@
+"""Who has which block: the book-keeping of a pool.  Pure: no engine, no loop; waiting is an object that is granted
+later."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+
+__all__ = ["BlockState", "Ledger", "Request"]
+
+
+class BlockState(IntEnum):
+    """Where a block is."""
+
+    FREE = 0
+    RESERVED = 1
+    QUARANTINED = 2
+
+
+class Request:
+    """A place in the queue; `ids` is empty until it is granted."""
+
+    __slots__ = ("count", "ids")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.ids: tuple[int, ...] = ()
+
+
+class Ledger:
+    """Lends blocks all-or-nothing, strictly first come, first served: a small request never overtakes a large one.
+
+    :param blocks: size of the pool in blocks.
+    :param order: a permutation of ``range(blocks)``; free blocks are lent in this order.  By default the lowest ids go
+        first, which keeps reservations contiguous and their descriptors few.
+    """
+
+    def __init__(self, blocks: int, order: Sequence[int] | None = None) -> None:
+        self.blocks = blocks
+        self._order = tuple(range(blocks)) if order is None else tuple(order)
+        self._rank = {block: rank for rank, block in enumerate(self._order)}
+        self._free = list(range(blocks))  # a heap of ranks
+        self._states = bytearray(blocks)
+        self._counts = [blocks, 0, 0]
+        self._queue: deque[Request] = deque()
+
+    def count(self, state: BlockState) -> int:
+        """Number of blocks in `state`."""
+        return self._counts[state]
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that are not granted yet."""
+        return len(self._queue)
+
+    def request(self, count: int) -> Request:
+        """Asks for `count` blocks: granted at once if nobody waits and there are enough, else it queues."""
+        request = Request(count)
+        self._queue.append(request)
+        self._grant()
+        return request
+
+    def request_now(self, count: int) -> Request | None:
+        """Like `request`, but None where it would have to wait."""
+        if self._queue or count > len(self._free):
+            return None
+        return self.request(count)
+
+    def withdraw(self, request: Request) -> list[Request]:
+        """Gives up a request, granted or not.  Answers the requests that this grants, oldest first."""
+        if request.ids:
+            ids, request.ids = request.ids, ()
+            return self.release(ids)
+        if request in self._queue:
+            self._queue.remove(request)
+        return self._grant()
+
+    def quarantine(self, ids: Sequence[int]) -> None:
+        """Reserved blocks whose user has gone, but which somebody may still touch."""
+        self._move(ids, {BlockState.RESERVED}, BlockState.QUARANTINED)
+
+    def release(self, ids: Sequence[int]) -> list[Request]:
+        """Blocks come back, from their user or from quarantine.  Answers the requests that this grants."""
+        self._move(ids, {BlockState.RESERVED, BlockState.QUARANTINED}, BlockState.FREE)
+        for block in ids:
+            heapq.heappush(self._free, self._rank[block])
+        return self._grant()
+
+    def _grant(self) -> list[Request]:
+        granted = []
+        while self._queue and self._queue[0].count <= len(self._free):
+            request = self._queue.popleft()
+            request.ids = tuple(self._order[heapq.heappop(self._free)] for _ in range(request.count))
+            self._move(request.ids, {BlockState.FREE}, BlockState.RESERVED)
+            granted.append(request)
+        return granted
+
+    def _move(self, ids: Sequence[int], expected: set[BlockState], state: BlockState) -> None:
+        # The one gate for a block's state.  A block lent or returned twice would corrupt somebody's cache silently.
+        for block in ids:
+            if self._states[block] not in expected:
+                raise AssertionError(
+                    f"block {block} is {BlockState(self._states[block]).name}, cannot become {state.name}"
+                )
+            self._counts[self._states[block]] -= 1
+            self._counts[state] += 1
+            self._states[block] = state

@@ -1,0 +1,362 @@
+"""A paged KV cache in one region of an engine: lends blocks, issues tickets, and routes the messages of its streams."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import secrets
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import (
+    AccessError,
+    BusyError,
+    ClosedError,
+    InvalidArgumentError,
+    ProtocolError,
+    RangeError,
+    TicketError,
+    WrongLoopError,
+)
+from ..types import Access, AccessLike
+from .blocks import Blocks, Reservation
+from .layout import Layout
+from .ledger import BlockState, Ledger, Request
+from .protocol import Abort, Open, Ticket, parse, service
+from .push import WORD, PushStream
+from .ready import ReadyPoller
+from .stream import LayerStream
+
+if TYPE_CHECKING:
+    from .. import Engine, Peer, Region
+
+__all__ = ["Pool", "PoolStatistics"]
+
+
+class PoolStatistics(NamedTuple):
+    """Where a pool's blocks are; the first three sum up to its size."""
+
+    #: Blocks that can be lent.
+    free: int
+    #: Blocks that somebody has.
+    reserved: int
+    #: Blocks given back that a peer could still write, or a push still reads.
+    quarantined: int
+    #: Reservations that wait for blocks.
+    waiting: int
+
+
+class Pool:
+    """A paged KV cache that is lent block by block; an async context manager.
+
+    :param engine: the engine that holds the memory.
+    :param layout: the shape of the cache.
+    :param blocks: size in blocks.
+    :param name: name of the region, unique in the engine; writable pools have a second one, ``name + ".signals"``.
+    :param access: what peers may do with the memory; ``"none"`` for a pool that is only a source of pushes.
+    :param grant: narrows `access` per peer, as in ``engine.allocate``.
+    :param shuffle: seed of a random order in which blocks are lent; by default the lowest free ids go first.
+    :raises InvalidArgumentError: if an argument is malformed, or the engine has a region of that name.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        layout: Layout,
+        *,
+        blocks: int,
+        name: str = "kv",
+        access: AccessLike = "write",
+        grant: Callable[[Peer], AccessLike] | None = None,
+        shuffle: int | None = None,
+    ) -> None:
+        if not isinstance(layout, Layout):
+            raise InvalidArgumentError(f"layout must be a hixl_async.kv.Layout, not {type(layout).__name__}")
+        if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
+            raise InvalidArgumentError(f"blocks must be a positive integer, not {blocks!r}")
+        order = None
+        if shuffle is not None:
+            order = list(range(blocks))
+            random.Random(shuffle).shuffle(order)
+        self.engine = engine
+        self.layout = layout
+        self.blocks = blocks
+        self.name = name
+        self._lock = threading.Lock()
+        self._ledger = Ledger(blocks, order)
+        self._waiting: dict[Request, asyncio.Future[None]] = {}
+        self._lent: set[Blocks] = set()  # reserved or in quarantine
+        self._incoming: dict[str, LayerStream] = {}
+        self._outgoing: dict[str, PushStream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._poller = ReadyPoller(engine.loop)
+        # Never the same twice in a slot, and not to be guessed; small enough for JSON readers that know doubles only.
+        self._generations = itertools.count(1 + secrets.randbits(48))
+        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
+        #: The region that holds the blocks.
+        self.region: Region = engine.allocate(name, layout.pool_bytes(blocks), access=access, grant=grant)
+        self._signals: Region | None = None
+        self._words: memoryview | None = None
+        if Access.parse(access) & Access.WRITE:
+            self._signals = engine.allocate(
+                f"{name}.signals", blocks * layout.layers * WORD, access="write", grant=grant
+            )
+            self._words = memoryview(self._signals).cast("B").cast("Q")
+        engine.serve(service(name), self._on_message)
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.name!r} of {self.blocks} blocks, {self.statistics()}>"
+
+    @property
+    def memory(self) -> memoryview:
+        """The pool's bytes; ``layout.shape(blocks)`` says how to look at them."""
+        return memoryview(self.region)
+
+    @property
+    def closed(self) -> bool:
+        """True once `aclose` was called."""
+        return self._closed
+
+    def statistics(self) -> PoolStatistics:
+        """Where the blocks are now."""
+        ledger = self._ledger
+        counts = (ledger.count(state) for state in (BlockState.FREE, BlockState.RESERVED, BlockState.QUARANTINED))
+        return PoolStatistics(*counts, ledger.waiting)
+
+    # ---- reservations ----
+
+    def reserve(self, *, tokens: int | None = None, blocks: int | None = None) -> Reservation:
+        """Blocks for so many tokens, or so many blocks: all or nothing, first come, first served.
+
+        Await the answer, or enter it with ``async with``; that is when the place in the queue is taken.  Cancelling the
+        wait loses nothing.
+
+        :raises InvalidArgumentError: if not exactly one of the two is given, or it is not a positive integer.
+        :raises RangeError: if the pool is smaller than that.
+        :raises ClosedError: if the pool is closed, now or while waiting.
+        """
+        return Reservation(self, self._count(tokens, blocks))
+
+    def reserve_nowait(self, *, tokens: int | None = None, blocks: int | None = None) -> Blocks:
+        """Like `reserve`, but raises where it would have to wait; close what it answers.
+
+        :raises BusyError: if too few blocks are free, or others wait already.
+        """
+        count = self._count(tokens, blocks)
+        request = self._ledger.request_now(count)
+        if request is None:
+            free, waiting = self._ledger.count(BlockState.FREE), self._ledger.waiting
+            raise BusyError(
+                f"pool {self.name!r} cannot lend {count} blocks now: {free} are free and {waiting} requests wait"
+            )
+        return self._lend(request)
+
+    def _count(self, tokens: int | None, blocks: int | None) -> int:
+        self._check_usable()
+        if (tokens is None) == (blocks is None):
+            raise InvalidArgumentError("say either tokens=... or blocks=...")
+        if tokens is not None:
+            blocks = self.layout.blocks_for(tokens)
+        if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
+            raise InvalidArgumentError(f"blocks must be a positive integer, not {blocks!r}")
+        if blocks > self.blocks:
+            asked = f"{blocks} blocks" if tokens is None else f"{blocks} blocks for {tokens} tokens"
+            raise RangeError(f"pool {self.name!r} can never lend {asked}: it has {self.blocks}")
+        return blocks
+
+    async def _reserve(self, count: int) -> Blocks:
+        self._check_usable()
+        request = self._ledger.request(count)
+        if not request.ids:
+            future = self._waiting[request] = self.engine.loop.create_future()
+            try:
+                await future
+                self._check_usable()
+            except BaseException:
+                # Perhaps granted in the same moment: then the blocks go on to the next.
+                self._wake(self._ledger.withdraw(request))
+                raise
+            finally:
+                del self._waiting[request]
+        return self._lend(request)
+
+    def _lend(self, request: Request) -> Blocks:
+        blocks = Blocks(self, request.ids)
+        self._lent.add(blocks)
+        return blocks
+
+    def _quarantine(self, blocks: Blocks) -> None:
+        if blocks in self._lent:
+            self._ledger.quarantine(blocks.ids)
+
+    def _free(self, blocks: Blocks) -> None:
+        if blocks in self._lent:  # else the pool was closed before
+            self._lent.discard(blocks)
+            self._wake(self._ledger.release(blocks.ids))
+
+    def _wake(self, granted: list[Request]) -> None:
+        for request in granted:
+            future = self._waiting.get(request)
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    # ---- streams ----
+
+    def open_stream(self, peer: Peer, ticket: dict[str, Any], *, timeout: float = 10.0) -> PushStream:
+        """A stream of this pool's blocks into those of a consumer's ticket; enter it with ``async with``, or await it.
+
+        :param peer: the consumer, connected.
+        :param ticket: what the consumer's ``blocks.ticket()`` answered.
+        :param timeout: seconds for opening, and for the end: from the last landing until all is drained and
+            acknowledged.
+        :raises TicketError: if the ticket is malformed, or was issued by another engine or an earlier incarnation of
+            it; on entering, also if it is unknown to the consumer, used or expired.
+        :raises LayoutMismatchError: on entering, if the consumer's layout differs; the message lists the fields.
+        :raises StreamAbortedError: on entering, if the consumer gave up meanwhile.
+        :raises TransferTimeoutError: on entering, if opening takes longer than `timeout`.
+        :raises InvalidArgumentError: if `timeout` is not a positive number.
+        """
+        self._check_usable()
+        if not timeout > 0:
+            raise InvalidArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        parsed = Ticket.parse(ticket)
+        if parsed.incarnation != str(peer.identity.incarnation):
+            raise TicketError(
+                f"the ticket was issued by engine {parsed.engine!r}, which is not, or no longer, peer {peer.name!r}",
+                peer=peer.name,
+            )
+        return PushStream(self, peer, parsed, timeout)
+
+    def _grant(self, blocks: Blocks, ttl: float, stall: float, deadline: float | None) -> LayerStream:
+        self._check_usable()
+        if self._words is None:
+            raise AccessError(f"pool {self.name!r} was made with an access that lets no peer write; use access='write'")
+        # A block is in one reservation at a time, and with it the words that bear its number.
+        slot, layers = blocks.ids[0], self.layout.layers
+        ticket = Ticket(
+            id=secrets.token_urlsafe(16),
+            address=str(self.engine.address or ""),
+            engine=self.engine.name,
+            incarnation=str(self.engine.identity.incarnation),
+            pool=self.name,
+            signals=f"{self.name}.signals",
+            pool_blocks=self.blocks,
+            layers=layers,
+            blocks=blocks.ids,
+            slot=slot,
+            generation=next(self._generations),
+            layout=self.layout.fingerprint(),
+        )
+        words = self._words[slot * layers : (slot + 1) * layers]
+        stream = self._incoming[ticket.id] = LayerStream(blocks, ticket, words, ttl, stall, deadline)
+        return stream
+
+    def _on_message(self, peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+        # Answers at once, so that messages of one peer are handled in their order.
+        message = parse(body)
+        if isinstance(message, Abort):
+            outgoing = self._outgoing.get(message.id)
+            if outgoing is not None:
+                outgoing._on_abort(peer, message)
+            return {}
+        incoming = self._incoming.get(message.id)
+        if incoming is None:
+            raise TicketError("this ticket is unknown here: it was used, has expired, or its blocks were given back")
+        if isinstance(message, Open):
+            incoming._open(peer, message, self._mismatch(message))
+            return {}
+        return incoming._end(peer, message).body()
+
+    def _mismatch(self, message: Open) -> str | None:
+        try:
+            theirs = Layout.from_fields(message.layout)
+        except InvalidArgumentError as error:
+            raise ProtocolError(f"the producer's layout is malformed: {error}") from None
+        fields = self.layout.mismatch(theirs)
+        if not fields:
+            return None
+        listed = ", ".join(
+            f"{field} ({getattr(self.layout, field)!r} and {getattr(theirs, field)!r})" for field in fields
+        )
+        return f"the KV layouts of consumer and producer differ in {listed}"
+
+    def _add_outgoing(self, stream: PushStream) -> None:
+        self._check_usable()
+        if stream.ticket.id in self._outgoing:
+            raise TicketError("this ticket is in use here by another stream")
+        self._outgoing[stream.ticket.id] = stream
+
+    def _forget_outgoing(self, stream: PushStream) -> None:
+        self._outgoing.pop(stream.ticket.id, None)
+
+    def _forget_incoming(self, stream: LayerStream) -> None:
+        self._incoming.pop(stream.ticket.id, None)
+
+    # ---- life ----
+
+    def _check_usable(self) -> None:
+        try:
+            right = asyncio.get_running_loop() is self.engine.loop
+        except RuntimeError:
+            right = False
+        if not right:
+            raise WrongLoopError(
+                f"pool {self.name!r} belongs to its engine's event loop; only push() is legal elsewhere"
+            )
+        if self._closed:
+            raise ClosedError(f"pool {self.name!r} is closed")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.engine.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def aclose(self, *, timeout: float = 5.0) -> None:
+        """Refuses new work, ends all streams, takes all blocks back, and closes the regions; idempotent.
+
+        :param timeout: seconds to wait for the peers of open streams; after that the regions are closed without them,
+            and the engine sees to it that what they still write reaches nobody.
+        """
+        if self._closing is None:
+            self._closed = True
+            self._closing = self.engine.loop.create_task(self._close(timeout))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, timeout: float) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ClosedError(f"pool {self.name!r} was closed"))
+        incoming, outgoing = list(self._incoming.values()), list(self._outgoing.values())
+        for stream in incoming:
+            stream._leave("the consumer closed its pool")
+        for push in outgoing:
+            push._stop("the producer closed its pool")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await asyncio.gather(*(stream._ended() for stream in incoming), *(push._ended() for push in outgoing))
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.engine.unserve(service(self.name))
+        for blocks in list(self._lent):
+            self._free(blocks)
+        if self._words is not None:
+            self._words.release()
+        if self._signals is not None:
+            await self._signals.aclose()
+        await self.region.aclose()
+
+    async def __aenter__(self) -> Pool:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()

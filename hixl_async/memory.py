@@ -1,0 +1,160 @@
+"""Regions: memory of ours that peers may use, memory of theirs that we may use, and the address of whatever has one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ._core import LocalMemory, RemoteMemory
+from .errors import BufferTypeError, InvalidArgumentError
+from .types import Access, AccessLike
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+__all__ = ["Operand", "Region", "RemoteRegion", "operand", "parse_access"]
+
+
+def parse_access(value: AccessLike) -> Access:
+    """`Access.parse` with this package's error.
+
+    :raises InvalidArgumentError: if `value` is no access word.
+    """
+    try:
+        return Access.parse(value)
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from None
+
+
+class RegionOwner(Protocol):
+    """What a region needs of its engine."""
+
+    async def _withdraw(self, region: Region) -> None: ...
+
+
+class Region(LocalMemory):
+    """Memory of this process under a name, which peers may read or write as far as its access goes.
+
+    Slice it to name a range of bytes: ``region[0:4096]``.  It offers the buffer protocol: ``memoryview(region)``,
+    ``numpy.frombuffer(region, "float32")``; views keep the memory mapped, also after `aclose`.
+    """
+
+    #: The name by which peers ask for it.
+    name: str
+    #: The most that any peer can be given.
+    access: Access
+    #: Its number in control messages; a closed region's number is never used again.
+    number: int
+
+    def __init__(
+        self, engine: RegionOwner, name: str, access: Access, grant: Callable[[Any], AccessLike] | None = None
+    ) -> None:
+        self.name = name
+        self.access = access
+        self._engine = engine
+        self._grant = grant
+
+    def __repr__(self) -> str:
+        return f"<Region {self.name!r} {self.size} bytes, access={self.access}{'' if self.alive else ', closed'}>"
+
+    def access_for(self, peer: Any) -> Access:
+        """What `peer` is given: `access`, narrowed by the ``grant=`` function."""
+        if self._grant is None:
+            return self.access
+        return self.access & parse_access(self._grant(peer))
+
+    def numpy(self, dtype: Any = "uint8", shape: tuple[int, ...] | None = None) -> numpy.ndarray[Any, Any]:
+        """The memory as a numpy array, without a copy.
+
+        :param dtype: any numpy dtype.
+        :param shape: shape of the array; default: one dimension.
+        """
+        import numpy
+
+        array = numpy.frombuffer(self, dtype)
+        return array if shape is None else array.reshape(shape)
+
+    def torch(self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """The memory as a torch tensor on the CPU, without a copy.
+
+        :param dtype: a torch dtype; default ``torch.uint8``.
+        :param shape: shape of the tensor; default: one dimension.
+        """
+        import torch
+
+        tensor = torch.frombuffer(self, dtype=dtype or torch.uint8)
+        return tensor if shape is None else tensor.reshape(shape)
+
+    async def aclose(self) -> None:
+        """Withdraws the region: no new work at once, then waits for ours and for the peers that use it.
+
+        A peer that does not answer within the engine's ``close_timeout`` keeps the memory pinned until its death is
+        confirmed; the call returns all the same.
+        """
+        await self._engine._withdraw(self)
+
+    async def __aenter__(self) -> Region:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+
+class RemoteRegion(RemoteMemory):
+    """A peer's region, usable from here; slice it to name a range of bytes."""
+
+    #: The name that the peer gave it.
+    name: str
+    #: What the peer grants us.
+    access: Access
+
+    def __init__(self, name: str, access: Access) -> None:
+        self.name = name
+        self.access = access
+
+    def __repr__(self) -> str:
+        owner = f" of {self.link.peer!r}" if self.link is not None else ""
+        return f"<RemoteRegion {self.name!r}{owner} {self.size} bytes, access={self.access}{'' if self.alive else ', closed'}>"
+
+
+class Operand(NamedTuple):
+    """Where an object's memory lies."""
+
+    address: int
+    #: Bytes.
+    size: int
+    #: Keeps the memory alive.
+    owner: object
+
+
+def operand(obj: Any, writable: bool) -> Operand:
+    """Address and size of an object without the buffer protocol: a CPU tensor, or anything numpy can adopt by DLPack.
+
+    torch and numpy are used only where the caller's process has imported them already.
+
+    :raises BufferTypeError: if `obj` has no contiguous host memory, or is not writable and must be.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(obj, torch.Tensor):
+        if obj.device.type != "cpu":
+            raise BufferTypeError(f"a tensor on {obj.device} has no host memory; copy it to the CPU, or register it first")
+        if not obj.is_contiguous():
+            raise BufferTypeError("the tensor is not contiguous; pass tensor.contiguous()")
+        return Operand(obj.data_ptr(), obj.numel() * obj.element_size(), obj)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(obj, "__dlpack__"):
+        try:
+            array = numpy.from_dlpack(obj)
+        except (TypeError, ValueError, RuntimeError, BufferError) as error:
+            raise BufferTypeError(f"{type(obj).__name__} cannot be used by DLPack: {error}") from error
+        if not array.flags.c_contiguous:
+            raise BufferTypeError(f"{type(obj).__name__} is not contiguous")
+        if writable and not array.flags.writeable:
+            raise BufferTypeError(f"{type(obj).__name__} is read-only; it cannot be read into")
+        return Operand(array.ctypes.data, array.nbytes, array)
+    raise BufferTypeError(
+        f"local must be a region's range or a contiguous buffer (bytes, memoryview, numpy array, CPU tensor), "
+        f"not {type(obj).__name__}"
+    )

@@ -1,0 +1,140 @@
+"""Small public types: enums, named tuples and protocols without behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, IntFlag
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+__all__ = ["Access", "AccessLike", "Address", "DriverInfo", "EngineStats", "PeerState", "Priority", "Ready", "TransferState"]
+
+
+class Access(IntFlag):
+    """What peers may do with a region; `WRITE` alone still lets a same-host peer's kernel mapping read."""
+
+    NONE = 0
+    READ = 1
+    WRITE = 2
+    READ_WRITE = 3
+
+    @classmethod
+    def parse(cls, value: AccessLike) -> Access:
+        """Turns ``"none"``, ``"read"``, ``"write"`` or ``"read-write"`` into an `Access`.
+
+        :raises ValueError: if `value` is none of these.
+        """
+        if isinstance(value, Access):
+            return value
+        try:
+            return _ACCESS_WORDS[value]
+        except (KeyError, TypeError):
+            words = ", ".join(repr(word) for word in _ACCESS_WORDS)
+            raise ValueError(f"access must be one of {words}, not {value!r}") from None
+
+    def __str__(self) -> str:
+        return next(word for word, access in _ACCESS_WORDS.items() if access == self)
+
+
+AccessLike: TypeAlias = Access | Literal["none", "read", "write", "read-write"]
+Priority: TypeAlias = Literal["low", "normal", "high"]
+
+_ACCESS_WORDS: dict[str, Access] = {
+    "none": Access.NONE,
+    "read": Access.READ,
+    "write": Access.WRITE,
+    "read-write": Access.READ_WRITE,
+}
+
+
+class TransferState(Enum):
+    """Where a transfer stands; `drained` is a separate question (see ``Transfer.drained()``)."""
+
+    ACTIVE = "active"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class PeerState(Enum):
+    """Where the connection to a peer stands."""
+
+    CONNECTING = "connecting"
+    UP = "up"
+    CLOSING = "closing"
+    DOWN = "down"
+
+
+class Address(NamedTuple):
+    """A host and a TCP port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Reads ``"host:port"``, ``":port"`` (loopback) or ``"[v6]:port"``.
+
+        :raises ValueError: if `text` has no port, or it is not in 0..65535.
+        """
+        host, colon, port = text.rpartition(":")
+        if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f"address must look like 'host:port' with a port in 0..65535, not {text!r}")
+        host = host.removeprefix("[").removesuffix("]")
+        return cls(host or "127.0.0.1", int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class DriverInfo(NamedTuple):
+    """One row of ``hixl-async info``: a driver and whether it can be used here."""
+
+    #: The name by which ``Engine(drivers=[...])`` asks for it.
+    name: str
+    #: Words for what it can do, e.g. ``("allocate", "notify")``; empty where it could not be loaded.
+    capabilities: tuple[str, ...]
+    #: Why it cannot be used, or None.
+    problem: str | None
+
+
+class EngineStats(NamedTuple):
+    """Counters and gauges of one engine; every gauge is back to zero when all work is done and everything closed."""
+
+    #: Transfers accepted since the engine was opened.
+    transfers: int
+    #: Those of them that finished inside the call.
+    inline: int
+    #: Bytes that landed, both verbs together.
+    bytes: int
+    #: Transfers that failed, timed out or were cancelled.
+    failed: int
+    #: Gauge: transfers whose outcome is not known yet.
+    in_flight: int
+    #: Gauge: slots whose local memory is still pinned by the driver (includes `in_flight`).
+    pinned: int
+    #: Gauge: local regions.
+    regions: int
+    #: Gauge: imported regions of peers.
+    remote_regions: int
+    #: Gauge: connected peers.
+    peers: int
+    #: Notifications received, delivered or dropped.
+    notifications: int
+    #: Notifications dropped because a subscriber's queue was full, or nobody subscribed.
+    notifications_dropped: int
+    #: Wake-ups of the loop by driver threads.
+    wakeups: int
+
+
+@runtime_checkable
+class _Query(Protocol):
+    def query(self) -> bool: ...
+
+
+@runtime_checkable
+class _IsSet(Protocol):
+    def is_set(self) -> bool: ...
+
+
+#: What ``push(ready=...)`` takes: None (ready now), a ``torch`` device event, an event with ``is_set()``, or a callable.
+Ready: TypeAlias = _Query | _IsSet | Callable[[], bool] | None

@@ -1,0 +1,71 @@
+"""Builds the core and the drivers; everything else about the package is in pyproject.toml.
+
+Switches, all read from the environment:
+
+``HIXL_ASYNC_DEBUG=1``       assertions, ``-O0 -g`` and Cython line tracing
+``HIXL_ASYNC_SANITIZE=...``  ``address`` or ``thread``: compile and link everything with that sanitizer
+``HIXL_ASYNC_ANNOTATE=1``    Cython's annotated HTML beside each ``.pyx``
+"""
+
+from __future__ import annotations
+
+import os
+from glob import glob
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+DEBUG = os.environ.get("HIXL_ASYNC_DEBUG", "") not in ("", "0")
+SANITIZE = os.environ.get("HIXL_ASYNC_SANITIZE", "")
+ANNOTATE = os.environ.get("HIXL_ASYNC_ANNOTATE", "") not in ("", "0")
+
+SANITIZERS = {"": [], "address": ["-fsanitize=address,undefined"], "thread": ["-fsanitize=thread"]}
+if SANITIZE not in SANITIZERS:
+    raise SystemExit(f"HIXL_ASYNC_SANITIZE={SANITIZE!r}: choose 'address' or 'thread', or unset it")
+
+INCLUDE = ["hixl_async/include"]
+HEADERS = sorted(glob("hixl_async/include/*.h"))
+OPTIMISE = ["-O0", "-g", "-DHXA_DEBUG=1"] if DEBUG else ["-O3", "-g1"]
+SANITIZER = [*SANITIZERS[SANITIZE], *(["-fno-omit-frame-pointer", "-g", "-O1"] if SANITIZE else [])]
+COMPILE = ["-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", *OPTIMISE, *SANITIZER]
+LINK = ["-pthread", *SANITIZERS[SANITIZE]]
+# What Cython generates is not written by hand, and trips over warnings meant for what is.
+GENERATED = ["-Wno-unused-parameter", "-Wno-unused-function", "-Wno-missing-field-initializers", "-Wno-sign-compare"]
+
+
+def driver(name: str) -> Extension:
+    """The extension of one driver: ``_name.c`` and, where it has outgrown one file, the folder ``name/``."""
+    folder = f"hixl_async/drivers/{name}"
+    return Extension(
+        f"hixl_async.drivers._{name}",
+        sources=[f"hixl_async/drivers/_{name}.c", *sorted(glob(f"{folder}/*.c"))],
+        depends=[*HEADERS, *sorted(glob(f"{folder}/*.h"))],
+        include_dirs=INCLUDE,
+        extra_compile_args=["-std=gnu11", *COMPILE],
+        extra_link_args=LINK,
+    )
+
+
+core = cythonize(
+    [
+        Extension(
+            "hixl_async._core",
+            sources=["hixl_async/_core.pyx"],
+            depends=[*HEADERS, "hixl_async/driver.pxd", "hixl_async/_core.pxd"],
+            include_dirs=INCLUDE,
+            extra_compile_args=["-std=gnu11", *COMPILE, *GENERATED],
+            extra_link_args=LINK,
+        )
+    ],
+    annotate=ANNOTATE,
+    compiler_directives={
+        "language_level": 3,
+        "boundscheck": DEBUG,
+        "wraparound": False,
+        "initializedcheck": False,
+        "embedsignature": True,
+        "linetrace": DEBUG and not SANITIZE,
+    },
+)
+
+setup(ext_modules=[*core, *(driver(name) for name in ("shm", "faulty") if os.path.exists(f"hixl_async/drivers/_{name}.c"))])

@@ -1,0 +1,550 @@
+"""The driver interface from Python, without the core: a ctypes mirror of ``hxa_driver.h`` and thin objects over it.
+
+``test_vtable.py`` holds the mirror to the header.  Calls release the GIL; the sink's callbacks take it on whatever thread
+the driver posts from, and check rule T4 while they are at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as c
+import importlib
+import importlib.util
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+DONE, PENDING = 0, 1
+STATUS = (
+    "OK", "INVALID", "RANGE", "RIGHTS", "UNSUPPORTED", "NOMEM", "BUSY", "LINK", "CANCELLED", "TIMEOUT", "PROTOCOL", "SYSTEM",
+)  # fmt: skip
+OK, INVALID, RANGE, RIGHTS, UNSUPPORTED, NOMEM, BUSY, LINK, CANCELLED, TIMEOUT, PROTOCOL, SYSTEM = range(len(STATUS))
+COMPLETED, RELEASED = 1, 2
+READ, WRITE = 0, 1
+MAY_READ, MAY_WRITE = 1, 2
+HOST, DEVICE = 0, 1
+CAPS = ("LOCAL_ANY", "ALLOC", "REGISTER", "SAME_HOST", "SIGNAL", "NOTIFY", "CANCEL", "FDS")
+NOTE, SIGNAL, LINK_DOWN, LOG = 1, 2, 3, 4
+CARD_BYTES, CARD_FDS = 1024, 4
+DEADLINE = 20.0  # seconds until a wait fails; nothing here takes that long unless it hangs
+
+
+class COp(c.Structure):
+    _fields_ = (
+        ("next", c.c_void_p),
+        ("events", c.c_uint32),
+        ("status", c.c_int32),
+        ("native", c.c_int32),
+        ("scope", c.c_uint32),
+        ("failed", c.c_int64),
+        ("bytes", c.c_uint64),
+        ("owner", c.c_void_p),
+        ("scratch", c.c_void_p * 6),
+    )
+
+
+class CDesc(c.Structure):
+    _fields_ = (("lmem", c.c_void_p), ("loff", c.c_uint64), ("rmem", c.c_void_p), ("roff", c.c_uint64), ("len", c.c_uint64))
+
+
+class CBatch(c.Structure):
+    _fields_ = (
+        ("verb", c.c_uint32),
+        ("priority", c.c_int32),
+        ("n", c.c_size_t),
+        ("desc", c.POINTER(CDesc)),
+        ("bytes", c.c_uint64),
+        ("signal", c.c_void_p),
+        ("signal_off", c.c_uint64),
+        ("signal_value", c.c_uint64),
+        ("topic", c.c_void_p),
+        ("topic_len", c.c_uint32),
+        ("note_len", c.c_uint32),
+        ("note", c.c_void_p),
+    )
+
+
+class CCard(c.Structure):
+    _fields_ = (("len", c.c_uint32), ("nfds", c.c_uint32), ("fds", c.c_int * CARD_FDS), ("data", c.c_uint8 * CARD_BYTES))
+
+
+class COption(c.Structure):
+    _fields_ = (("key", c.c_char_p), ("value", c.c_char_p))
+
+
+class CLimits(c.Structure):
+    _fields_ = tuple((name, c.c_uint64) for name in ("descriptors", "note_bytes", "inline_bytes", "alignment"))
+
+
+class CStats(c.Structure):
+    _fields_ = tuple(
+        (name, c.c_uint64)
+        for name in (
+            "ops_inline", "ops_queued", "bytes_read", "bytes_written", "notes_sent", "notes_received", "signals_sent",
+            "wakes_sent", "wakes_received", "links", "memories", "threads",
+        )
+    )  # fmt: skip
+
+
+class CEvent(c.Structure):
+    _fields_ = (
+        ("link", c.c_uint64),
+        ("kind", c.c_uint32),
+        ("status", c.c_int32),
+        ("topic", c.c_void_p),
+        ("data", c.c_void_p),
+        ("topic_len", c.c_uint32),
+        ("data_len", c.c_uint32),
+    )
+
+
+POST = c.CFUNCTYPE(None, c.c_void_p, c.c_void_p, c.c_uint32)
+EVENT = c.CFUNCTYPE(None, c.c_void_p, c.POINTER(CEvent))
+
+
+class CSink(c.Structure):
+    _fields_ = (("ctx", c.c_void_p), ("post", POST), ("event", EVENT))
+
+
+HANDLE = c.c_void_p
+OUT = c.POINTER(c.c_void_p)
+OP = c.POINTER(COp)
+FUNCTIONS: dict[str, Any] = {
+    "open": (c.c_int, c.POINTER(COption), c.c_size_t, c.POINTER(CSink), OUT, c.c_char_p, c.c_size_t),
+    "close": (None, HANDLE),
+    "after_fork": (None, HANDLE),
+    "limits": (None, HANDLE, c.POINTER(CLimits)),
+    "stats": (None, HANDLE, c.POINTER(CStats)),
+    "error_text": (c.c_char_p, c.c_int32, c.c_int32),
+    "mem_alloc": (c.c_int, HANDLE, c.c_uint64, c.c_uint32, OUT, OUT),
+    "mem_register": (c.c_int, HANDLE, c.c_void_p, c.c_uint64, c.c_uint32, c.c_uint32, OUT),
+    "mem_export": (c.c_int, HANDLE, c.c_uint32, c.POINTER(CCard)),
+    "mem_import": (c.c_int, HANDLE, c.POINTER(CCard), c.c_uint64, c.c_uint32, OUT, OP),
+    "mem_release": (None, HANDLE),
+    "link_new": (c.c_int, HANDLE, c.c_uint64, OUT, c.POINTER(CCard)),
+    "link_connect": (c.c_int, HANDLE, c.POINTER(CCard), OP),
+    "link_fd": (c.c_int, HANDLE),
+    "link_stop": (c.c_int, HANDLE, c.c_int, OP),
+    "link_fence": (c.c_int, HANDLE, OP),
+    "link_free": (None, HANDLE),
+    "submit": (c.c_int, HANDLE, c.POINTER(CBatch), OP),
+    "cancel": (c.c_int, HANDLE, OP),
+    "progress": (c.c_uint64, HANDLE, OP),
+    "poll": (c.c_int, HANDLE, c.c_uint32),
+}
+
+
+class CDriver(c.Structure):
+    _fields_ = (
+        ("abi", c.c_uint32),
+        ("size", c.c_uint32),
+        ("name", c.c_char_p),
+        ("caps", c.c_uint64),
+        *((name, c.CFUNCTYPE(*types)) for name, types in FUNCTIONS.items()),
+    )
+
+
+# The mirror by the names of the header.
+STRUCTS = {
+    "hxa_op": COp, "hxa_desc": CDesc, "hxa_batch": CBatch, "hxa_card": CCard, "hxa_option": COption, "hxa_limits": CLimits,
+    "hxa_stats": CStats, "hxa_event": CEvent, "hxa_sink": CSink, "hxa_driver": CDriver,
+}  # fmt: skip
+
+
+class DriverError(Exception):
+    """A call was refused, or an op failed."""
+
+    def __init__(self, what: str, status: int, native: int = 0) -> None:
+        super().__init__(f"{what}: {STATUS[status]} (native {native})")
+        self.status = status
+        self.native = native
+
+
+def check(what: str, answer: int, native: int = 0) -> int:
+    if answer < 0:
+        raise DriverError(what, -answer, native)
+    return answer
+
+
+def load(name: str) -> CDriver:
+    """The table of a driver, by entry point, by module ``hixl_async.drivers._NAME``, or from the file of a module."""
+    if os.sep in name:
+        module_name = os.path.basename(name).partition(".")[0]
+        spec = importlib.util.spec_from_file_location(module_name, name)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        capsule = module.DRIVER
+    elif found := list(entry_points(group="hixl_async.drivers", name=name)):
+        capsule = found[0].load()
+    else:
+        capsule = importlib.import_module(f"hixl_async.drivers._{name}").DRIVER
+    get_pointer = c.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = c.c_void_p, (c.py_object, c.c_char_p)
+    return CDriver.from_address(get_pointer(capsule, b"hixl_async.driver.v1"))
+
+
+@dataclass(frozen=True)
+class Event:
+    link: int
+    kind: int
+    status: int
+    topic: bytes
+    data: bytes
+
+
+class Op:
+    """One op and what became of it; keeps everything alive that the driver may touch until it is released."""
+
+    def __init__(self, instance: Instance, keep: Any = None) -> None:
+        self.raw = COp()
+        self.instance = instance
+        self.keep = keep
+        self.history: list[int] = []  # what was posted, in order
+        self.answer = DONE
+        instance.ops[c.addressof(self.raw)] = self
+
+    @property
+    def pointer(self) -> Any:
+        return c.byref(self.raw)
+
+    def accepted(self, what: str, answer: int) -> Op:
+        self.answer = answer
+        if answer != PENDING:
+            assert not self.history, f"{what} answered {answer} and posted {self.history}"
+            del self.instance.ops[c.addressof(self.raw)]
+        check(what, answer, self.raw.native)
+        return self
+
+    @property
+    def completed(self) -> bool:
+        return self.answer == DONE or any(events & COMPLETED for events in self.history)
+
+    @property
+    def released(self) -> bool:
+        return self.answer == DONE or any(events & RELEASED for events in self.history)
+
+    @property
+    def status(self) -> int:
+        assert self.completed
+        return self.raw.status if self.answer == PENDING else OK
+
+    @property
+    def bytes(self) -> int:
+        return self.raw.bytes
+
+    def wait(self, *links: Link, timeout: float = DEADLINE) -> int:
+        """The status, once the op is released; polls the links meanwhile."""
+        self.instance.until(lambda: self.released, *links, timeout=timeout, what="an op was not released")
+        return self.status
+
+    def ok(self, *links: Link) -> Op:
+        status = self.wait(*links)
+        if status != OK:
+            raise DriverError("op", status, self.raw.native)
+        return self
+
+
+@dataclass(eq=False)
+class Memory:
+    instance: Instance
+    handle: int
+    size: int
+    address: int | None = None  # ours only
+    op: Op | None = None  # imported: the import
+    keep: Any = None
+    released: bool = False
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview((c.c_uint8 * self.size).from_address(self.address)).cast("B")
+
+    def export(self, rights: int) -> CCard:
+        card = CCard()
+        check("mem_export", self.instance.vt.mem_export(self.handle, rights, c.byref(card)))
+        return card
+
+    def release(self) -> None:
+        if not self.released:
+            self.released = True
+            self.instance.vt.mem_release(self.handle)
+            self.instance.memories.discard(self)
+
+
+class Link:
+    def __init__(self, instance: Instance, cookie: int) -> None:
+        handle, self.card = c.c_void_p(), CCard()
+        self.instance, self.cookie, self.vt = instance, cookie, instance.vt
+        check("link_new", self.vt.link_new(instance.handle, cookie, c.byref(handle), c.byref(self.card)))
+        self.handle = handle.value
+        self.down: Event | None = None
+        self.stopped: Op | None = None
+        self.freed = False
+        self.more = False
+        instance.links[cookie] = self
+
+    def connect(self, card: CCard) -> Link:
+        op = Op(self.instance)
+        op.accepted("link_connect", self.vt.link_connect(self.handle, c.byref(card), op.pointer)).ok()
+        return self
+
+    @property
+    def fd(self) -> int:
+        return self.vt.link_fd(self.handle)
+
+    def poll(self, budget: int = 64) -> int:
+        answer = self.vt.poll(self.handle, budget)
+        assert answer in (0, 1)
+        self.more = bool(answer)
+        return answer
+
+    def notes(self) -> list[tuple[bytes, bytes]]:
+        return [(event.topic, event.data) for event in self.instance.events if event.link == self.cookie and event.kind == NOTE]
+
+    def signals(self) -> int:
+        return sum(event.link == self.cookie and event.kind == SIGNAL for event in self.instance.events)
+
+    def load(self, card: CCard, size: int, rights: int) -> Memory:
+        """Import without waiting; ``memory.op`` tells when it is usable."""
+        handle, op = c.c_void_p(), Op(self.instance)
+        op.accepted("mem_import", self.vt.mem_import(self.handle, c.byref(card), size, rights, c.byref(handle), op.pointer))
+        memory = Memory(self.instance, handle.value, size, op=op)
+        self.instance.memories.add(memory)
+        return memory
+
+    def imported(self, memory: Memory, rights: int = MAY_READ | MAY_WRITE) -> Memory:
+        """Export and import in one, for two instances in one process."""
+        loaded = self.load(memory.export(rights), memory.size, rights)
+        loaded.op.ok(self)
+        return loaded
+
+    def submit(
+        self,
+        verb: int = WRITE,
+        descs: Iterable[tuple[Any, int, Memory, int, int]] = (),
+        *,
+        signal: tuple[Memory, int, int] | None = None,
+        note: tuple[bytes, bytes] | None = None,
+        priority: int = 0,
+    ) -> Op:
+        """``descs``: (local Memory or None, offset or address, remote Memory, offset, length)."""
+        rows = [(local and local.handle, loff, remote.handle, roff, length) for local, loff, remote, roff, length in descs]
+        array = (CDesc * max(1, len(rows)))(*rows)
+        batch = CBatch(verb=verb, priority=priority, n=len(rows), desc=array, bytes=sum(row[4] for row in rows))
+        keep = [batch, array]
+        if signal is not None:
+            batch.signal, batch.signal_off, batch.signal_value = signal[0].handle, signal[1], signal[2]
+        if note is not None:
+            topic, text = (c.create_string_buffer(part, len(part) + 1) for part in note)
+            batch.topic, batch.topic_len, batch.note, batch.note_len = c.addressof(topic), len(note[0]), c.addressof(text), len(note[1])
+            keep += [topic, text]
+        op = Op(self.instance, keep)
+        return op.accepted("submit", self.vt.submit(self.handle, c.byref(batch), op.pointer))
+
+    def note(self, topic: bytes, text: bytes = b"") -> Op:
+        return self.submit(note=(topic, text))
+
+    def cancel(self, op: Op) -> int:
+        return self.vt.cancel(self.handle, op.pointer)
+
+    def progress(self, op: Op) -> int:
+        return self.vt.progress(self.handle, op.pointer)
+
+    def fence(self) -> Op:
+        op = Op(self.instance)
+        return op.accepted("link_fence", self.vt.link_fence(self.handle, op.pointer))
+
+    def stop(self, dead: bool = False) -> Op:
+        self.stopped = Op(self.instance)
+        return self.stopped.accepted("link_stop", self.vt.link_stop(self.handle, int(dead), self.stopped.pointer))
+
+    def free(self) -> None:
+        if not self.freed:
+            self.freed = True
+            del self.instance.links[self.cookie]
+            self.vt.link_free(self.handle)
+
+
+@dataclass(eq=False)
+class Instance:
+    """An opened driver with a sink of its own."""
+
+    vt: CDriver
+    options: dict[str, str] = field(default_factory=dict)
+    on_event: Callable[[Event], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition()
+        self.ops: dict[int, Op] = {}
+        self.finished: list[Op] = []
+        self.events: list[Event] = []
+        self.violations: list[str] = []
+        self.links: dict[int, Link] = {}
+        self.memories: set[Memory] = set()
+        self.closed = False
+        self.sink = CSink(None, POST(self._post), EVENT(self._event))
+        array = (COption * max(1, len(self.options)))(*((k.encode(), str(v).encode()) for k, v in self.options.items()))
+        handle, error = c.c_void_p(), c.create_string_buffer(400)
+        answer = self.vt.open(array, len(self.options), c.byref(self.sink), c.byref(handle), error, len(error))
+        if answer < 0:
+            raise DriverError(error.value.decode(), -answer)
+        self.handle = handle.value
+
+    # The sink.  Both may run on any thread, and never raise: what is wrong is remembered.
+
+    def _post(self, _ctx: int, address: int, events: int) -> None:
+        with self.changed:
+            op = self.ops.get(address)
+            if op is None:
+                self.violations.append(f"events {events} for an op that is not accepted, or was released before")
+                return
+            seen = 0
+            for before in op.history:
+                seen |= before
+            if events & seen or not events or events & ~3 or (events & RELEASED and not (events | seen) & COMPLETED):
+                self.violations.append(f"events {events} after {op.history}")
+            op.history.append(events)
+            if events & RELEASED:
+                del self.ops[address]
+                self.finished.append(op)
+            self.changed.notify_all()
+
+    def _event(self, _ctx: int, event: Any) -> None:
+        raw = event.contents
+        seen = Event(raw.link, raw.kind, raw.status, c.string_at(raw.topic, raw.topic_len), c.string_at(raw.data, raw.data_len))
+        with self.changed:
+            self.events.append(seen)
+            if seen.kind == LINK_DOWN and seen.link in self.links:
+                if self.links[seen.link].down is not None:
+                    self.violations.append("LINK_DOWN twice")
+                self.links[seen.link].down = seen
+            self.changed.notify_all()
+        if self.on_event is not None:
+            self.on_event(seen)
+
+    # Calls.
+
+    def limits(self) -> CLimits:
+        out = CLimits()
+        self.vt.limits(self.handle, c.byref(out))
+        return out
+
+    def stats(self) -> CStats:
+        out = CStats()
+        self.vt.stats(self.handle, c.byref(out))
+        return out
+
+    def alloc(self, size: int, rights: int = MAY_READ | MAY_WRITE) -> Memory:
+        handle, address = c.c_void_p(), c.c_void_p()
+        check("mem_alloc", self.vt.mem_alloc(self.handle, size, rights, c.byref(handle), c.byref(address)))
+        memory = Memory(self, handle.value, size, address.value)
+        self.memories.add(memory)
+        return memory
+
+    def register(self, buffer: Any, rights: int = MAY_READ | MAY_WRITE, kind: int = HOST) -> Memory:
+        handle, size, address = c.c_void_p(), c.sizeof(buffer), c.addressof(buffer)
+        check("mem_register", self.vt.mem_register(self.handle, address, size, kind, rights, c.byref(handle)))
+        memory = Memory(self, handle.value, size, address, keep=buffer)
+        self.memories.add(memory)
+        return memory
+
+    def link(self, cookie: int = 7) -> Link:
+        return Link(self, cookie)
+
+    def until(self, true: Callable[[], Any], *links: Link, timeout: float = DEADLINE, what: str = "timed out") -> None:
+        """Waits, polling the given links as a loop would: when their descriptor is readable or a poll left work behind."""
+        end = time.monotonic() + timeout
+        while not true():
+            if time.monotonic() > end:
+                raise AssertionError(f"{what}: {true}")
+            watched = {link.fd: link for link in links if not link.freed and link.fd >= 0 and link.down is None}
+            busy = [link for link in watched.values() if link.more]
+            if watched:
+                readable = select.select(list(watched), [], [], 0 if busy else 0.002)[0]
+                for link in {*busy, *(watched[fd] for fd in readable)}:
+                    link.poll()
+            else:
+                with self.changed:
+                    if not true():
+                        self.changed.wait(0.01)
+
+    def close(self) -> None:
+        """Ends whatever is left, closes, and fails if the driver broke a rule or kept something."""
+        if self.closed:
+            return
+        self.closed = True
+        for link in list(self.links.values()):
+            if link.stopped is None:
+                link.stop(dead=True)
+            elif not link.stopped.released:
+                with contextlib.suppress(DriverError):
+                    link.stop(dead=True)
+            link.stopped.wait()
+            link.free()
+        self.until(lambda: not self.ops, what="ops are left")
+        for memory in list(self.memories):
+            memory.release()
+        stats = self.stats()
+        assert (stats.links, stats.memories) == (0, 0), f"gauges: {stats.links} links, {stats.memories} memories"
+        self.vt.close(self.handle)
+        assert not self.violations, self.violations
+
+    def __enter__(self) -> Instance:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def join(a: Instance, b: Instance) -> tuple[Link, Link]:
+    """Two links of one process, connected with each other."""
+    left, right = a.link(1 + len(a.links)), b.link(101 + len(b.links))
+    left.connect(right.card)
+    right.connect(left.card)
+    return left, right
+
+
+def has(vt: CDriver, *caps: str) -> bool:
+    return all(vt.caps >> CAPS.index(cap) & 1 for cap in caps)
+
+
+def fill(view: memoryview, seed: int = 1) -> None:
+    """Bytes that differ everywhere; fast for any size."""
+    pattern = bytes((i * 131 + (i >> 8) * 7 + seed * 29) & 255 for i in range(4099))
+    view[:] = (pattern * (len(view) // len(pattern) + 1))[: len(view)]
+
+
+def descriptors() -> dict[int, str]:
+    out = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            out[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return out
+
+
+def mappings() -> list[str]:
+    with open("/proc/self/maps") as maps:
+        return [line for line in maps if "hixl_async" in line and "memfd" in line]
+
+
+def threads() -> list[str]:
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as comm:
+            names.append(comm.read().strip())
+    return sorted(names)
+
+
+@contextlib.contextmanager
+def no_leaks() -> Iterator[None]:
+    """Descriptors, mappings and threads are the same after as before."""
+    before = descriptors(), mappings(), threads()
+    yield
+    end = time.monotonic() + 2
+    while (after := (descriptors(), mappings(), threads())) != before and time.monotonic() < end:
+        os.sched_yield()
+    assert after == before

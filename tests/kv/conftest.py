@@ -1,0 +1,79 @@
+"""Pools on fake engines, where the test decides what happens when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import hixl_async
+import pytest
+
+from hixl_async.kv import Layout, Pool
+
+from . import fake_engine
+
+LAYOUT = Layout(layers=4, kv_heads=2, head_dim=8, dtype="float16", block_tokens=4)
+
+
+@dataclass
+class Pair:
+    """A producer P and a consumer D, connected."""
+
+    p: fake_engine.Engine
+    d: fake_engine.Engine
+    to_d: fake_engine.Peer  # P's peer
+    to_p: fake_engine.Peer  # D's peer
+    source: Pool
+    target: Pool
+
+    def layer(self, pool: Pool, ids: tuple[int, ...], layer: int) -> bytes:
+        """The bytes of one layer of some blocks, keys first."""
+        size = pool.layout.block_bytes
+        starts = [((2 * layer + half) * pool.blocks + block) * size for half in (0, 1) for block in ids]
+        return b"".join(bytes(pool.memory[start : start + size]) for start in starts)
+
+    def fill(self, ids: tuple[int, ...], layer: int, value: int) -> None:
+        """Writes one layer of the source blocks."""
+        size = self.source.layout.block_bytes
+        for half in (0, 1):
+            for block in ids:
+                start = ((2 * layer + half) * self.source.blocks + block) * size
+                self.source.memory[start : start + size] = bytes([value + half]) * size
+
+
+async def settle(rounds: int = 20) -> None:
+    """Lets everything run that is due."""
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    monkeypatch.setattr(hixl_async, "Batch", fake_engine.Batch, raising=False)
+    p, d = fake_engine.Engine("p"), fake_engine.Engine("d")
+    to_d, to_p = fake_engine.connect(p, d)
+    source = Pool(p, LAYOUT, blocks=16, name="prefill", access="none", shuffle=1)
+    target = Pool(d, LAYOUT, blocks=16, name="kv", shuffle=2)
+    pair = Pair(p, d, to_d, to_p, source, target)
+    yield pair
+    to_d.resume(), to_p.resume()
+    for flight in p.flights:
+        flight.release()
+    await asyncio.gather(source.aclose(timeout=1), target.aclose(timeout=1))
+    for pool in (source, target):
+        free, reserved, quarantined, waiting = pool.statistics()
+        assert (free, reserved, quarantined, waiting) == (pool.blocks, 0, 0, 0)
+        assert not pool._incoming
+        assert not pool._outgoing
+        assert not pool._tasks
+    assert not to_d.losses
+    assert not to_p.losses
+    assert not to_p.signals
+
+
+def pytest_asyncio_loop_factories(config: Any, item: Any) -> dict[str, Any]:
+    import uvloop
+
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

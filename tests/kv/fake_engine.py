@@ -1,0 +1,244 @@
+"""Engines without a driver or a socket: the public surface that `hixl_async.kv` uses, in one process, under the test's control.
+
+What a real engine decides by itself is decided here by the test: when a flight lands, is released or fails, when messages are
+delivered, when a peer is lost and whether it is dead.  Use it where the order of events is the point; everything else is
+tested on the real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from hixl_async.errors import ClosedError, HixlError, InvalidArgumentError, PeerLostError, TransferTimeoutError
+
+_numbers = itertools.count(1)
+
+
+class Region(bytearray):
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(size)
+        self.name, self.size, self.closed = name, size, False
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class RemoteRegion:
+    def __init__(self, region: Region, peer: Peer) -> None:
+        self.region, self.peer, self.name, self.size = region, peer, region.name, region.size
+
+    def __getitem__(self, key: slice) -> tuple[RemoteRegion, int]:
+        assert 0 <= key.start < key.stop <= self.size
+        return self, key.start
+
+
+class Batch:
+    def __init__(self, verb: str, local: Region, remote: RemoteRegion, rows: Any) -> None:
+        assert verb == "write"
+        self.local, self.remote, self.rows = local, remote, memoryview(rows).tolist()
+
+
+class Transfer(asyncio.Future):
+    """One flight: `write` moves its bytes, `land` also its signal, `release` ends it.  Cancelling stops none of that."""
+
+    def __init__(self, engine: Engine, batch: Batch, signal: tuple[tuple[RemoteRegion, int], int]) -> None:
+        super().__init__(loop=engine.loop)
+        self.engine, self.batch, self.signal = engine, batch, signal
+        self.released = engine.loop.create_future()
+
+    def write(self) -> None:
+        for source, target, length in self.batch.rows:
+            data = self.batch.local[source : source + length]
+            assert len(data) == length
+            self.batch.remote.region[target : target + length] = data
+
+    def land(self) -> None:
+        self.write()
+        (remote, offset), value = self.signal
+        remote.region[offset : offset + 8] = value.to_bytes(8, "little")
+        remote.peer.other.signalled()
+        if not self.done():
+            self.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        self.set_exception(error)
+
+    def release(self) -> None:
+        if not self.released.done():
+            self.released.set_result(None)
+
+    async def drained(self) -> None:
+        await asyncio.shield(self.released)
+
+
+class Peer:
+    """One end of a connection; `other` is the opposite end."""
+
+    def __init__(self, engine: Engine, other_engine: Engine) -> None:
+        self.engine, self.loop = engine, engine.loop
+        self.name, self.identity, self.address = other_engine.name, other_engine.identity, other_engine.address
+        self.other: Peer
+        self.error: HixlError | None = None
+        self.confirmed_dead = False
+        #: False keeps what the other side sends in the queue, like a stopped process.
+        self.running = True
+        self.queue: deque[Callable[[], None]] = deque()
+        self.signals: list[Callable[[], None]] = []
+        self.losses: list[Callable[[HixlError], None]] = []
+        self.calls: dict[int, asyncio.Future[Any]] = {}
+        self.harmless = asyncio.Event()
+        self.sent: list[dict[str, Any]] = []
+
+    # ---- what kv uses ----
+
+    async def region(self, name: str) -> RemoteRegion:
+        await asyncio.sleep(0)
+        return RemoteRegion(self.other.engine.regions[name], self)
+
+    async def request(self, service: str, body: dict[str, Any], *, timeout: float = 5.0) -> dict[str, Any]:
+        number = next(_numbers)
+        answer = self.calls[number] = self.loop.create_future()
+        self._send(service, body, number)
+        try:
+            async with asyncio.timeout(timeout):
+                return await answer
+        except TimeoutError:
+            raise TransferTimeoutError("no answer") from None
+        finally:
+            del self.calls[number]
+
+    def post(self, service: str, body: dict[str, Any]) -> None:
+        self._send(service, body, None)
+
+    def add_signal_callback(self, callback: Callable[[], None]) -> None:
+        self.signals.append(callback)
+
+    def remove_signal_callback(self, callback: Callable[[], None]) -> None:
+        if callback in self.signals:
+            self.signals.remove(callback)
+
+    def add_lost_callback(self, callback: Callable[[HixlError], None]) -> None:
+        self.losses.append(callback)
+        if self.error is not None:
+            self.loop.call_soon(callback, self.error)
+
+    def remove_lost_callback(self, callback: Callable[[HixlError], None]) -> None:
+        if callback in self.losses:
+            self.losses.remove(callback)
+
+    async def fenced(self) -> None:
+        await self.harmless.wait()
+
+    # ---- what tests use ----
+
+    def lose(self, *, dead: bool) -> None:
+        """The connection breaks for this side, or its peer dies."""
+        self.error = PeerLostError("the peer is lost")
+        self.error.confirmed_dead = self.confirmed_dead = dead
+        if dead:
+            self.harmless.set()
+        self.queue.clear()
+        for answer in self.calls.values():
+            if not answer.done():
+                answer.set_exception(PeerLostError("the peer is lost"))
+        for callback in list(self.losses):
+            callback(self.error)
+
+    def resume(self) -> None:
+        """Delivers what has queued up, like a process that goes on."""
+        self.running = True
+        self._deliver()
+        self.signalled()
+
+    def signalled(self) -> None:
+        if self.running:
+            self.loop.call_soon(lambda: [callback() for callback in list(self.signals)])
+
+    # ---- the wire ----
+
+    def _send(self, service: str, body: dict[str, Any], number: int | None) -> None:
+        if self.error is not None:
+            raise PeerLostError("the peer is lost")
+        body = json.loads(json.dumps(body))
+        self.sent.append(body)
+        self.other._receive(lambda: self.other._handle(service, body, number))
+
+    def _receive(self, work: Callable[[], None]) -> None:
+        if self.error is None:
+            self.queue.append(work)
+            self.loop.call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        while self.running and self.queue:
+            self.queue.popleft()()
+
+    def _handle(self, service: str, body: dict[str, Any], number: int | None) -> None:
+        handler = self.engine.handlers.get(service)
+        try:
+            if handler is None:
+                raise InvalidArgumentError(f"nobody serves {service}")
+            answer = json.loads(json.dumps(handler(self, body)))
+        except HixlError as error:
+            failure = error
+            self.other._receive(lambda: self.other._answer(number, None, failure))
+        else:
+            self.other._receive(lambda: self.other._answer(number, answer, None))
+
+    def _answer(self, number: int | None, body: Any, error: HixlError | None) -> None:
+        future = self.calls.get(number)  # type: ignore[arg-type]
+        if future is not None and not future.done():
+            if error is not None:
+                future.set_exception(type(error)(str(error)))
+            else:
+                future.set_result(body)
+
+
+class Engine:
+    """An engine whose flights land at once, unless `hold` is set."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.name, self.address = name, f"{name}:1"
+        self.identity = SimpleNamespace(incarnation=f"{name}-{next(_numbers)}")
+        self.regions: dict[str, Region] = {}
+        self.handlers: dict[str, Callable[[Peer, dict[str, Any]], dict[str, Any]]] = {}
+        self.hold = False
+        self.flights: list[Transfer] = []
+
+    def allocate(self, name: str, size: int, *, access: str = "none", grant: Any = None) -> Region:
+        if name in self.regions and not self.regions[name].closed:
+            raise InvalidArgumentError(f"region {name} exists")
+        region = self.regions[name] = Region(name, size)
+        return region
+
+    def serve(self, service: str, handler: Any) -> None:
+        self.handlers[service] = handler
+
+    def unserve(self, service: str) -> None:
+        del self.handlers[service]
+
+    def submit(self, batch: Batch, *, signal: Any = None) -> Transfer:
+        peer = batch.remote.peer
+        if peer.error is not None:
+            raise PeerLostError("the peer is lost")
+        if batch.local.closed:
+            raise ClosedError("region closed")
+        transfer = Transfer(self, batch, signal)
+        self.flights.append(transfer)
+        if not self.hold:
+            transfer.land()
+            transfer.release()
+        return transfer
+
+
+def connect(one: Engine, two: Engine) -> tuple[Peer, Peer]:
+    """A connection: `one`'s peer for `two`, and the reverse."""
+    left, right = Peer(one, two), Peer(two, one)
+    left.other, right.other = right, left
+    return left, right

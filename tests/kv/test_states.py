@@ -1,0 +1,392 @@
+"""Both ends of a stream, without a loop: every interleaving of messages, landings, aborts and losses keeps S1 to S4."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hixl_async.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    RangeError,
+    StreamAbortedError,
+    TicketError,
+)
+from hixl_async.kv.protocol import Abort, End, Outcome, Verdict
+from hixl_async.kv.states import ConsumerState, ProducerState
+
+LAYERS = 3
+
+
+class Flight:
+    """What the driver does for one layer: write, perhaps store the word, report, release."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.cancelled = False
+        self.writing = True
+        self.reported = False
+        self.released = False
+
+
+class Streaming(RuleBasedStateMachine):
+    """A producer and a consumer joined by two ordered queues, with a driver that is as slow and late as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.producer = ProducerState(LAYERS)
+        self.consumer = ConsumerState(LAYERS)
+        self.to_consumer: deque[str | End] = deque()
+        self.to_producer: deque[str | Abort | Outcome] = deque()
+        self.past: list[End | Abort | Outcome] = []
+        self.words: set[int] = set()
+        self.flights: list[Flight] = []
+        self.opened = False  # as the producer knows
+        self.connected = True
+        self.dead = False
+        self.gave_up = self.timed_out = False
+        self.first: list[Outcome | None] = [None, None]
+
+    # ---- opening ----
+
+    @initialize()
+    def open(self) -> None:
+        self.to_consumer.append("open")
+
+    # ---- the producer ----
+
+    def conclude(self) -> None:
+        """What `PushStream` does after every event."""
+        state = self.producer
+        if state.stopping is not None:
+            for flight in self.flights:
+                flight.cancelled = True
+        lost = state.outcome is not None and state.outcome.verdict is Verdict.LOST
+        if self.opened and state.concluding and state.drained and not state.end_sent and not lost:
+            self.to_consumer.append(state.end("id"))
+
+    @precondition(lambda self: self.opened and not self.dead)
+    @rule(layer=st.integers(0, LAYERS - 1))
+    def push(self, layer: int) -> None:
+        try:
+            self.producer.check(layer)
+        except (InvalidArgumentError, StreamAbortedError, ClosedError):
+            return
+        except Exception:
+            assert self.producer.outcome is not None
+            return
+        self.producer.push(layer)
+        if self.producer.start(layer):
+            self.flights.append(Flight(layer))
+
+    @precondition(lambda self: self.opened and not self.dead)
+    @rule()
+    def producer_aborts(self) -> None:
+        self.producer.stop("producer")
+        self.conclude()
+
+    @precondition(lambda self: self.opened and self.producer.concluding and not self.dead)
+    @rule()
+    def producer_gives_up(self) -> None:
+        self.gave_up = True
+        self.producer.give_up("too slow")
+        self.conclude()
+
+    # ---- the driver ----
+
+    def flying(self, wanted: str) -> list[Flight]:
+        if self.dead:
+            return []
+        tests = {
+            "writing": lambda flight: flight.writing,
+            "unreported": lambda flight: not flight.writing and not flight.reported,
+            "unreleased": lambda flight: flight.reported and not flight.released,
+        }
+        return [flight for flight in self.flights if tests[wanted](flight)]
+
+    @precondition(lambda self: self.flying("writing"))
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        flight = data.draw(st.sampled_from(self.flying("writing")))
+        flight.writing = False
+        self.words.add(flight.layer)
+
+    @precondition(lambda self: any(flight.cancelled for flight in self.flying("writing")))
+    @rule(data=st.data())
+    def stop_writing(self, data: st.DataObject) -> None:
+        flight = data.draw(st.sampled_from([flight for flight in self.flying("writing") if flight.cancelled]))
+        flight.writing = False
+
+    @precondition(lambda self: self.flying("unreported"))
+    @rule(data=st.data())
+    def report(self, data: st.DataObject) -> None:
+        flight = data.draw(st.sampled_from(self.flying("unreported")))
+        flight.reported = True
+        if flight.layer in self.words and not flight.cancelled:
+            self.producer.land(flight.layer)
+        self.conclude()
+
+    @precondition(lambda self: self.flying("unreleased"))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        flight = data.draw(st.sampled_from(self.flying("unreleased")))
+        flight.released = True
+        self.producer.release(flight.layer)
+        self.conclude()
+
+    # ---- the consumer ----
+
+    @rule()
+    def scan(self) -> None:
+        self.consumer.land(self.words)
+
+    @rule()
+    def consumer_aborts(self) -> None:
+        if self.consumer.stop(Outcome(Verdict.ABORTED, "consumer")) and self.connected:
+            self.to_producer.append(Abort("id", "consumer"))
+
+    @rule()
+    def consumer_times_out(self) -> None:
+        self.consumer.land(self.words)
+        if self.consumer.stop(Outcome(Verdict.TIMEOUT, "stall")):
+            self.timed_out = True
+            if self.connected:
+                self.to_producer.append(Abort("id", "stall"))
+
+    # ---- the network ----
+
+    @precondition(lambda self: self.to_consumer)
+    @rule()
+    def deliver_to_consumer(self) -> None:
+        message = self.to_consumer.popleft()
+        if isinstance(message, End):
+            self.past.append(message)
+            self.consumer_ends(message)
+        else:
+            try:
+                self.consumer.open()
+            except TicketError:
+                self.to_producer.append("refused")
+            else:
+                self.to_producer.append("opened")
+
+    def consumer_ends(self, message: End) -> None:
+        if not message.complete:
+            self.consumer.land(self.words)
+        outcome, _ = self.consumer.end(message.complete, message.reason)
+        self.to_producer.append(outcome)
+
+    @precondition(lambda self: self.to_producer and not self.dead)
+    @rule()
+    def deliver_to_producer(self) -> None:
+        message = self.to_producer.popleft()
+        if message == "opened":
+            self.opened = True
+        elif message == "refused":
+            assert not self.consumer.opened
+        elif isinstance(message, Abort):
+            self.past.append(message)
+            self.producer.abort(message.reason)
+        elif isinstance(message, Outcome):
+            self.past.append(message)
+            self.producer.answer(Outcome.parse(message.body()))
+        self.conclude()
+
+    @precondition(lambda self: self.past and self.connected)
+    @rule(data=st.data())
+    def repeat_a_message(self, data: st.DataObject) -> None:
+        message = data.draw(st.sampled_from(self.past))
+        if isinstance(message, End):
+            self.consumer_ends(message)
+            self.to_producer.pop()
+        elif isinstance(message, Abort):
+            self.producer.abort(message.reason)
+        else:
+            self.producer.answer(Outcome.parse(message.body()))
+        self.conclude()
+
+    @precondition(lambda self: self.connected)
+    @rule(dies=st.booleans())
+    def disconnect(self, dies: bool) -> None:
+        self.connected, self.dead = False, dies
+        self.to_consumer.clear()
+        self.to_producer.clear()
+        if not dies:
+            self.producer.lose("lost")
+            self.conclude()
+        self.consumer.land(self.words)
+        if self.consumer.opened:
+            self.consumer.lose("lost", dies)
+
+    @precondition(lambda self: not self.connected and not self.dead)
+    @rule()
+    def death_is_confirmed(self) -> None:
+        self.dead = True
+        if self.consumer.opened:
+            self.consumer.fence()
+
+    # ---- what must hold ----
+
+    @invariant()
+    def one_outcome(self) -> None:
+        for index, state in enumerate((self.producer, self.consumer)):
+            if self.first[index] is None:
+                self.first[index] = state.outcome
+            assert state.outcome == self.first[index]
+        if self.producer.outcome is not None and self.producer.outcome.verdict is Verdict.FINISHED:
+            assert self.consumer.outcome is not None
+            assert self.consumer.outcome.verdict is Verdict.FINISHED
+
+    @invariant()
+    def nobody_writes_fenced_blocks(self) -> None:
+        if self.consumer.fenced and not self.dead:
+            assert not self.flying("writing")
+
+    @invariant()
+    def landed_is_written(self) -> None:
+        assert set(self.consumer.landed) <= self.words
+        assert len(set(self.consumer.landed)) == len(self.consumer.landed)
+
+    def teardown(self) -> None:
+        """Everything that is due happens; then both sides have ended, and agree."""
+        if self.connected and self.to_consumer and self.to_consumer[0] == "open":
+            self.deliver_to_consumer()
+        for _ in range(4):
+            while self.to_producer and not self.dead:
+                self.deliver_to_producer()
+            if self.opened and not self.dead and not self.producer.complete:
+                self.producer.stop("left")
+            for flight in self.flights if not self.dead else ():
+                if flight.writing:
+                    flight.writing = False
+                    if not flight.cancelled:
+                        self.words.add(flight.layer)
+                if not flight.reported:
+                    flight.reported = True
+                    if flight.layer in self.words and not flight.cancelled:
+                        self.producer.land(flight.layer)
+                flight.released = True
+                self.producer.release(flight.layer)
+            self.conclude()
+            while self.to_consumer:
+                self.deliver_to_consumer()
+            self.one_outcome()
+            self.nobody_writes_fenced_blocks()
+        if not self.consumer.opened:
+            self.consumer.stop(Outcome(Verdict.TIMEOUT, "expired"))
+            assert self.consumer.fenced
+            return
+        consumer, producer = self.consumer.outcome, self.producer.outcome
+        assert consumer is not None
+        assert self.consumer.ended
+        assert self.consumer.fenced or not (self.connected or self.dead)
+        if not self.dead:
+            assert producer is not None
+        if self.connected and not self.gave_up:
+            assert producer is not None
+            assert (producer.verdict is Verdict.FINISHED) == (consumer.verdict is Verdict.FINISHED)
+            assert producer.verdict in (Verdict.FINISHED, Verdict.ABORTED)
+            if not self.timed_out:
+                assert producer.verdict is consumer.verdict
+
+
+TestStreaming = Streaming.TestCase
+TestStreaming.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
+
+
+def opened(layers: int = LAYERS) -> ConsumerState:
+    state = ConsumerState(layers)
+    state.open()
+    return state
+
+
+class TestConsumer:
+    def test_all_layers_finish_and_fence_it(self) -> None:
+        state = opened()
+        assert state.land([2, 2, 0]) == [2, 0]
+        assert state.outcome is None
+        assert state.land([0, 1]) == [1]
+        assert state.outcome == Outcome(Verdict.FINISHED)
+        assert state.fenced
+        assert not state.ended
+        assert state.landed == [2, 0, 1]
+
+    def test_nothing_lands_before_opening_or_after_the_end(self) -> None:
+        state = ConsumerState(LAYERS)
+        assert state.land([0]) == []
+        state.open()
+        state.stop(Outcome(Verdict.ABORTED, "x"))
+        assert state.land([0]) == []
+
+    def test_a_ticket_is_used_once(self) -> None:
+        state = opened()
+        with pytest.raises(TicketError, match="used before"):
+            state.open()
+
+    def test_a_revoked_ticket_is_void_and_needs_no_fence(self) -> None:
+        state = ConsumerState(LAYERS)
+        assert not state.stop(Outcome(Verdict.ABORTED, "gone"))
+        assert state.fenced
+        assert state.ended
+        with pytest.raises(TicketError, match="gone"):
+            state.open()
+
+    def test_a_timeout_leaves_the_fence_to_the_producer(self) -> None:
+        state = opened()
+        assert state.stop(Outcome(Verdict.TIMEOUT, "stall"))
+        assert not state.fenced
+        assert not state.stop(Outcome(Verdict.ABORTED, "again"))
+        outcome, news = state.end(True, "")
+        assert (outcome.verdict, news, state.fenced) == (Verdict.TIMEOUT, [], True)
+
+    def test_a_complete_end_lands_what_is_missing(self) -> None:
+        state = opened()
+        state.land([1])
+        assert state.end(True, "") == (Outcome(Verdict.FINISHED), [0, 2])
+
+    @pytest.mark.parametrize("dead", [True, False])
+    def test_only_death_fences_a_lost_stream(self, dead: bool) -> None:
+        state = opened()
+        state.lose("gone", dead)
+        assert state.outcome == Outcome(Verdict.LOST, "gone")
+        assert state.fenced is dead
+        state.fence()
+        assert state.fenced
+
+
+class TestProducer:
+    def test_wrong_pushes(self) -> None:
+        state = ProducerState(2)
+        state.push(0)
+        with pytest.raises(InvalidArgumentError, match="pushed before"):
+            state.check(0)
+        for layer in (-1, 2):
+            with pytest.raises(RangeError, match="does not exist"):
+                state.check(layer)
+        state.closed = True
+        with pytest.raises(ClosedError):
+            state.check(1)
+        state.abort("no more")
+        with pytest.raises(StreamAbortedError, match="no more"):
+            state.check(1)
+
+    def test_nothing_starts_after_an_abort(self) -> None:
+        state = ProducerState(2)
+        state.push(0)
+        state.abort("stop")
+        assert not state.start(0)
+
+    def test_a_finished_answer_overrides_our_own_wish_to_stop(self) -> None:
+        state = ProducerState(1)
+        state.push(0)
+        state.start(0)
+        state.stop("changed my mind")
+        state.release(0)
+        assert state.end("id") == End("id", False, "changed my mind")
+        state.answer(Outcome(Verdict.FINISHED))
+        state.abort("late")
+        assert state.outcome == Outcome(Verdict.FINISHED)
