@@ -1016,10 +1016,14 @@ cdef class Link:
             self.driver.core.loop.add_reader(self.fd, self.poll)
             self.poll()
 
+    def refuse(self):
+        """No new work: the driver reported that the link is down."""
+        self.up = False
+
     def poll(self):
         """Takes what the peer sent; again on the next pass of the loop while there is more."""
         self.poll_scheduled = False
-        if self.link == NULL or not self.up:
+        if self.link == NULL or self.fd < 0:
             return
         cdef Core core = self.driver.core
         # Events land in the mailbox; we empty it ourselves below, so no signal is needed.

@@ -14,11 +14,12 @@ import contextlib
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import errors
-from ._core import Link
+from ._core import CAP_SAME_HOST, Link
 from .errors import (
     AccessError,
     BusyError,
@@ -46,6 +47,9 @@ logger = logging.getLogger("hixl_async")
 
 #: What `serve` takes: gets the peer and the request's body, gives the answer's body.
 Handler = Callable[["Peer", dict[str, Any]], "dict[str, Any] | Awaitable[dict[str, Any]]"]
+
+#: Seconds between a link's end and the goodbye that explains it, before the peer counts as lost.
+GOODBYE_GRACE = 0.25
 
 #: Requests of one peer that may be in our handlers at the same time.
 MAX_HANDLERS = 256
@@ -175,8 +179,20 @@ class Peer:
         if name not in self._waiting_for:
             raise ProtocolError(f"peer {self.name!r} offered a link of {name!r} that nobody expects", peer=self.name)
         self._waiting_for.discard(name)
+        link = self._links[name]
+        data = self._vouch(link, _decode(card))
         taken, fds[:] = list(fds), []
-        self._host._spawn(self._join(self._links[name], _decode(card), taken))
+        self._host._spawn(self._join(link, data, taken))
+
+    def _vouch(self, link: Link, card: bytes) -> bytes:
+        """A same-host driver's card begins with its maker's pid; only the kernel's word for it reaches the driver."""
+        if not link.driver.capabilities & CAP_SAME_HOST:
+            return card
+        credentials = self._connection.credentials
+        claimed = int.from_bytes(card[:4], sys.byteorder)
+        if credentials is not None and claimed == credentials.pid:
+            return card
+        return bytes(4) + card[4:]
 
     async def _join(self, link: Link, card: bytes, fds: list[int]) -> None:
         try:
@@ -552,7 +568,17 @@ class Peer:
         self._lose(PeerLostError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name), dead=False)
 
     def _link_down(self, status: int, text: str) -> None:
-        self._lose(PeerLostError(f"the link to peer {self.name!r} broke: {text}", peer=self.name), dead=False)
+        if self.state is not PeerState.UP:
+            return
+        for link in self._links.values():
+            link.refuse()
+        self._host._spawn(self._await_goodbye(PeerLostError(f"the link to peer {self.name!r} broke: {text}", peer=self.name)))
+
+    async def _await_goodbye(self, error: PeerLostError) -> None:
+        """A peer that leaves stops its links first, so the news of that may come before its goodbye, or before its death."""
+        await asyncio.wait([self._goodbye], timeout=GOODBYE_GRACE)
+        if self.state is PeerState.UP:
+            self._lose(error, dead=False)
 
     def _lose(self, error: HixlError, *, dead: bool) -> None:
         """The peer is gone for us: fails everything that waits for it, and stops our work for it."""

@@ -13,7 +13,7 @@ from .channel import TcpChannel, UnixChannel
 from .connection import Connection
 from .handshake import Established, Identity, Leg, Secret, Send, ServerHandshake, Sight, refusal
 from .process import Credentials, LocalUser, peer_credentials, start_time
-from .rendezvous import RendezvousName, Scope
+from .rendezvous import RendezvousName, Scope, admit_descriptors
 
 __all__ = ["Answer", "refuse"]
 
@@ -72,7 +72,11 @@ class Answer:
             if raw is None:
                 leg = Leg.UNIX
                 self._in_use, credentials, raw = self._joined.result()
-            for action in self._handshake.received(leg, raw, credentials):
+            actions = self._handshake.received(leg, raw, credentials)
+            if leg is Leg.UNIX:
+                # It has proved itself, and may send descriptors as soon as we have said so.
+                admit_descriptors(self._in_use.sock, True)
+            for action in actions:
                 if isinstance(action, Established):
                     self._owned.discard(self._in_use)
                     return Connection.over(self._in_use, action, dialled=False)

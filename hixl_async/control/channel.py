@@ -5,9 +5,11 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import fcntl
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..errors import PeerLostError, ProtocolError
@@ -18,7 +20,6 @@ __all__ = ["MAX_DESCRIPTORS", "Channel", "Packet", "TcpChannel", "UnixChannel", 
 #: Most descriptors that one message carries.
 MAX_DESCRIPTORS = 4
 _DESCRIPTORS_SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-_CHUNK = 64 << 10
 
 
 class Packet(NamedTuple):
@@ -69,7 +70,7 @@ class Channel(Protocol):
 
 
 class UnixChannel:
-    """One ``SOCK_SEQPACKET`` packet is one message, with its descriptors."""
+    """One ``SOCK_SEQPACKET`` packet is one message, with its descriptors; memory and pipes only."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.limit = codec.HANDSHAKE_LIMIT
@@ -95,8 +96,12 @@ class UnixChannel:
                 numbers = array.array("i")
                 numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
                 descriptors += numbers
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not data:
-            close_descriptors(descriptors)
+        foreign = [descriptor for descriptor in descriptors if may_block_close(descriptor)]
+        if foreign or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not data:
+            close_descriptors(set(descriptors).difference(foreign))
+            if foreign:
+                threading.Thread(target=close_descriptors, args=(foreign,), daemon=True).start()
+                raise ProtocolError("a descriptor is neither memory nor a pipe")
             if flags & socket.MSG_CTRUNC:
                 # Too many were sent, or we may not open more: in either case some are lost, and the message with them.
                 raise ProtocolError("a message came with more descriptors than could be received")
@@ -150,7 +155,7 @@ class TcpChannel:
         data = self._decoder.next()
         if data is None:
             try:
-                chunk = self.sock.recv(_CHUNK)
+                chunk = self.sock.recv(self._decoder.limit)
             except (BlockingIOError, InterruptedError):
                 return None
             except OSError as error:
@@ -191,7 +196,20 @@ class TcpChannel:
         self.sock.close()
 
 
-def close_descriptors(descriptors: Sequence[int]) -> None:
+def may_block_close(descriptor: int) -> bool:
+    """True unless the descriptor is memory or a pipe.
+
+    To close others may mean to wait for as long as whoever sent them likes: FUSE asks the file system's process on each
+    close, and a lingering socket waits for its own peer.
+    """
+    for question in (fcntl.F_GET_SEALS, fcntl.F_GETPIPE_SZ):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, question)
+            return False
+    return True
+
+
+def close_descriptors(descriptors: Iterable[int]) -> None:
     """Closes them all, whatever happens."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):

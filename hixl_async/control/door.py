@@ -48,18 +48,22 @@ class Door:
         """Visitors inside."""
         return len(self._visitors)
 
-    async def aclose(self) -> None:
-        """Lets nobody in any more, shows everybody out and waits until they have left; the socket stays open."""
+    def close(self) -> None:
+        """Lets nobody in any more and shows everybody out; the socket stays open; idempotent."""
+        if not self._capacity:
+            return
         self._loop.remove_reader(self._sock.fileno())
         self._capacity = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        tasks = [visitor.task for visitor in self._visitors.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        for visitor in self._visitors.values():
+            visitor.task.cancel()
+
+    async def wait_empty(self) -> None:
+        """Waits until everybody has left."""
+        if self._visitors:
+            await asyncio.wait([visitor.task for visitor in self._visitors.values()])
 
     def abandon(self) -> None:
         """Closes the visitors' descriptors and nothing else, for the child of a fork."""

@@ -101,25 +101,18 @@ class Listener:
             try:
                 await self._listen(address, unix_dir)
             except BaseException:
-                self._close()
+                self._close_sockets()
                 raise
         return self
 
     async def _listen(self, address: Address, unix_dir: str | None) -> None:
-        target = (await waiting.resolve(address))[0]
-        if not self._secret and not _is_loopback(target.address[0]):
+        targets = await waiting.resolve(address)
+        if not self._secret and not all(_is_loopback(target.address[0]) for target in targets):
             raise InvalidArgumentError(
                 f"address {address} can be reached from other machines: pass secret= to authenticate them, "
                 f"or listen on 127.0.0.1"
             )
-        self._tcp = socket.socket(target.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        # Linux lets nobody else listen there meanwhile; it only ignores connections of the past (socket(7)).
-        self._tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._tcp.bind(target.address)
-            self._tcp.listen(_BACKLOG)
-        except OSError as error:
-            raise _listen_error(address, error) from None
+        self._tcp = _listen(address, targets)
         try:
             self._rendezvous = Rendezvous(unix_dir, other_users=bool(self._secret))
         except OSError as error:
@@ -130,22 +123,24 @@ class Listener:
 
     async def aclose(self) -> None:
         """Ends listening and the handshakes under way, not the connections; idempotent."""
-        doors, self._doors = self._doors, []
-        try:
-            await asyncio.gather(*(door.aclose() for door in doors))
-        finally:
-            self._close()
+        for door in self._doors:
+            door.close()
+        self._close_sockets()
+        for door in self._doors:
+            await door.wait_empty()
 
     def abandon(self) -> None:
         """Closes our descriptors and nothing else, for the child of a fork: the parent goes on listening."""
         for door in self._doors:
             door.abandon()
+        for answer in self._answers.values():
+            answer.close()
         if self._tcp is not None:
             self._tcp.close()
         if self._rendezvous is not None:
             self._rendezvous.abandon()
 
-    def _close(self) -> None:
+    def _close_sockets(self) -> None:
         if self._tcp is not None:
             self._tcp.close()
         if self._rendezvous is not None:
@@ -212,6 +207,30 @@ def _is_loopback(host: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
         ip = ip.ipv4_mapped
     return ip.is_loopback
+
+
+def _listen(address: Address, targets: list[waiting.Target]) -> socket.socket:
+    """Listens on the first of `targets` that this machine has."""
+    problem: HixlError = ConnectError(f"cannot listen on {address}: nothing found")
+    for target in targets:
+        try:
+            sock = socket.socket(target.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            problem = _listen_error(address, error)
+            continue
+        try:
+            # Linux lets nobody else listen there meanwhile; it only ignores connections of the past (socket(7)).
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(target.address)
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            sock.close()
+            problem = _listen_error(address, error)
+            if error.errno != errno.EADDRNOTAVAIL:
+                break
+        else:
+            return sock
+    raise problem
 
 
 def _listen_error(address: Address, error: OSError) -> HixlError:

@@ -22,9 +22,10 @@ from typing import Literal, NamedTuple
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["Rendezvous", "RendezvousName", "Scope", "connect"]
+__all__ = ["Rendezvous", "RendezvousName", "Scope", "admit_descriptors", "connect"]
 
 _BACKLOG = 1024
+_SO_PASSRIGHTS = 83  # asm-generic/socket.h; the socket module has no name for it
 _FILE = re.compile(r"hixl-[0-9a-f]{32}\.(sock|new)")
 # Between bind and rename a file lives for microseconds; one this old was left by a process that died there.
 _ABANDONED_AFTER = 60.0
@@ -88,6 +89,7 @@ class Rendezvous:
         """
         self.sock = _socket()
         self._directory: int | None = None
+        admit_descriptors(self.sock, False)  # who connects inherits it
         try:
             self.name = RendezvousName("abstract" if unix_dir is None else "directory", secrets.token_hex(16))
             if unix_dir is None:
@@ -150,6 +152,15 @@ def connect(name: RendezvousName, unix_dir: str | None) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def admit_descriptors(sock: socket.socket, admit: bool) -> None:
+    """Whether others may send descriptors to `sock`, where the kernel can refuse them (Linux 6.16).
+
+    Merely to receive a stranger's descriptor, and to drop it, can block: see `channel.may_block_close`.
+    """
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, admit)
 
 
 def _socket() -> socket.socket:

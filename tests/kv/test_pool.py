@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from hixl_async.errors import (
+    AccessError,
+    BusyError,
+    ClosedError,
+    InvalidArgumentError,
+    ProtocolError,
+    RangeError,
+    TicketError,
+    TransferTimeoutError,
+    WrongLoopError,
+)
+from hixl_async.kv import Pool, Verdict
+
+from .conftest import LAYOUT, Pair, settle
+
+
+async def test_blocks_are_lent_and_return(pair: Pair) -> None:
+    async with pair.target.reserve(tokens=9) as blocks:
+        assert len(blocks.ids) == 3
+        assert pair.target.statistics() == (13, 3, 0, 0)
+        assert "reserved" in repr(blocks)
+    await blocks.aclose()
+    assert pair.target.statistics() == (16, 0, 0, 0)
+    blocks = await pair.target.reserve(blocks=16)
+    assert sorted(blocks.ids) == list(range(16))
+    assert blocks.ids != tuple(range(16)), "shuffled"
+    await blocks.aclose()
+
+
+async def test_waiting_is_fair_and_all_or_nothing(pair: Pair) -> None:
+    order: list[int] = []
+
+    async def use(count: int) -> None:
+        async with pair.target.reserve(blocks=count):
+            order.append(count)
+            await settle()
+
+    held = await pair.target.reserve(blocks=12)
+    tasks = [asyncio.create_task(use(count)) for count in (10, 3, 2)]
+    await settle()
+    assert pair.target.statistics() == (4, 12, 0, 3), "3 and 2 would fit, but 10 came first"
+    with pytest.raises(BusyError, match="3 requests wait") as caught:
+        pair.target.reserve_nowait(blocks=1)
+    assert caught.value.retryable
+    await held.aclose()
+    await asyncio.gather(*tasks)
+    assert order == [10, 3, 2]
+
+
+async def test_cancelling_a_waiter_loses_nothing(pair: Pair) -> None:
+    held = await pair.target.reserve(blocks=12)
+    first = asyncio.ensure_future(pair.target.reserve(blocks=10))
+    second = asyncio.ensure_future(pair.target.reserve(blocks=4))
+    await settle()
+    first.cancel()
+    blocks = await second
+    await blocks.aclose()
+
+    # Cancelled in the moment of the grant: the blocks go to the next in the queue.
+    third = asyncio.ensure_future(pair.target.reserve(blocks=16))
+    fourth = asyncio.ensure_future(pair.target.reserve(blocks=16))
+    await settle()
+    await held.aclose()
+    third.cancel()
+    await (await fourth).aclose()
+    assert third.cancelled()
+    assert pair.target.statistics() == (16, 0, 0, 0)
+
+
+async def test_a_timeout_on_a_reservation(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=16):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await pair.target.reserve(blocks=1)
+    assert pair.target.statistics().waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"blocks": 17}, RangeError, "can never lend 17 blocks: it has 16"),
+        ({"tokens": 65}, RangeError, "17 blocks for 65 tokens"),
+        ({"blocks": 0}, InvalidArgumentError, "positive"),
+        ({"tokens": -1}, InvalidArgumentError, "positive"),
+        ({"tokens": 1.5}, InvalidArgumentError, "positive"),
+        ({}, InvalidArgumentError, "either"),
+        ({"tokens": 1, "blocks": 1}, InvalidArgumentError, "either"),
+    ],
+)
+async def test_impossible_requests_raise_at_once(
+    pair: Pair, arguments: dict[str, int], error: type[Exception], words: str
+) -> None:
+    for reserve in (pair.target.reserve, pair.target.reserve_nowait):
+        with pytest.raises(error, match=words):
+            reserve(**arguments)
+    assert pair.target.statistics() == (16, 0, 0, 0)
+
+
+async def test_wrong_pools_are_refused(pair: Pair) -> None:
+    with pytest.raises(InvalidArgumentError, match="Layout"):
+        Pool(pair.d, "layout", blocks=1)  # type: ignore[arg-type]
+    for blocks in (0, True, "1"):
+        with pytest.raises(InvalidArgumentError, match="blocks"):
+            Pool(pair.d, LAYOUT, blocks=blocks, name="other")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="exists"):
+        Pool(pair.d, LAYOUT, blocks=1, name="kv")
+    assert pair.target.statistics() == (16, 0, 0, 0)
+
+
+async def test_another_thread_may_not_reserve(pair: Pair) -> None:
+    caught: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            pair.target.reserve(blocks=1)
+        except WrongLoopError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert len(caught) == 1
+
+
+async def test_a_closed_pool(pair: Pair) -> None:
+    held = await pair.target.reserve(blocks=16)
+    stream = held.stream()
+    waiter = asyncio.ensure_future(pair.target.reserve(blocks=1))
+    await settle()
+    await asyncio.gather(pair.target.aclose(), pair.target.aclose())
+    with pytest.raises(ClosedError):
+        await waiter
+    with pytest.raises(ClosedError):
+        pair.target.reserve(blocks=1)
+    assert stream.outcome is not None
+    assert stream.outcome.verdict is Verdict.ABORTED
+    await held.aclose()
+    assert pair.target.closed
+    assert pair.d.handlers == {}
+
+
+async def test_tickets(pair: Pair) -> None:
+    blocks = await pair.target.reserve(blocks=2)
+    ticket = blocks.ticket(ttl=5, stall=1, deadline=9)
+    assert json.loads(json.dumps(ticket)) == ticket == blocks.ticket() == blocks.stream().ticket.body()
+    assert ticket["blocks"] == list(blocks.ids)
+    assert ticket["generation"] < 2**53
+    assert blocks.stream() is blocks.stream()
+    with pytest.raises(InvalidArgumentError, match="first call"):
+        blocks.ticket(ttl=1)
+    other = await pair.target.reserve(blocks=2)
+    for wrong in ({"ttl": 0}, {"stall": -1}, {"deadline": float("nan")}):
+        with pytest.raises(InvalidArgumentError, match="positive"):
+            other.ticket(**wrong)
+    assert other.ticket()["id"] != ticket["id"]
+    assert other.ticket()["generation"] != ticket["generation"]
+    await other.aclose()
+    await blocks.aclose()
+    fresh = await pair.target.reserve(blocks=2)
+    await fresh.aclose()
+    with pytest.raises(ClosedError):
+        fresh.ticket()
+
+
+async def test_a_private_pool_grants_nothing(pair: Pair) -> None:
+    async with pair.source.reserve(blocks=1) as blocks:
+        with pytest.raises(AccessError, match="access"):
+            blocks.ticket()
+        with pytest.raises(RangeError):
+            blocks[4]
+        assert [source.layer for source in blocks] == [0, 1, 2, 3]
+        await blocks.fenced()
+    assert list(pair.p.regions) == ["prefill"]
+
+
+async def test_leaving_revokes_an_unopened_ticket(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks:
+        ticket = blocks.ticket()
+        stream = blocks.stream()
+    assert pair.target.statistics() == (16, 0, 0, 0), "nothing was granted: they return at once"
+    await blocks.fenced()
+    with pytest.raises(TicketError, match="unknown here"):
+        await pair.source.open_stream(pair.to_d, ticket)
+    assert stream.outcome is not None
+    assert "gave its blocks back" in stream.outcome.reason
+
+
+async def test_b8_a_ticket_that_nobody_opens_expires(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks:
+        ticket = blocks.ticket(ttl=0.01)
+        with pytest.raises(TransferTimeoutError, match="no producer opened the ticket within 0.01 s"):
+            await blocks.stream().finished()
+        with pytest.raises(TicketError):
+            await pair.source.open_stream(pair.to_d, ticket)
+
+
+def _without(body: dict[str, object], name: str) -> dict[str, object]:
+    return {key: value for key, value in body.items() if key != name}
+
+
+async def test_malformed_tickets(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks:
+        good = blocks.ticket()
+        wrong = [
+            None,
+            [],
+            "ticket",
+            *(_without(good, name) for name in good),
+            {**good, "version": 2},
+            {**good, "blocks": []},
+            {**good, "blocks": ["0"]},
+            {**good, "blocks": [0, 16]},
+            {**good, "blocks": [-1]},
+            {**good, "blocks": [1, 1]},
+            {**good, "slot": 16},
+            {**good, "generation": 0},
+            {**good, "generation": True},
+            {**good, "generation": 1 << 53},
+            {**good, "layers": 0},
+            {**good, "id": 7},
+        ]
+        for ticket in wrong:
+            with pytest.raises(TicketError, match="no valid ticket"):
+                pair.source.open_stream(pair.to_d, ticket)  # type: ignore[arg-type]
+        for timeout in (0, -1, float("nan")):
+            with pytest.raises(InvalidArgumentError, match="timeout"):
+                pair.source.open_stream(pair.to_d, good, timeout=timeout)
+
+
+async def test_b13_a_ticket_of_an_earlier_incarnation(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks:
+        stale = {**blocks.ticket(), "incarnation": "d-0"}
+        with pytest.raises(TicketError, match="no longer, peer 'd'"):
+            pair.source.open_stream(pair.to_d, stale)
+        earlier = {**blocks.ticket(), "generation": blocks.ticket()["generation"] - 1}
+        with pytest.raises(TicketError, match="earlier use"):
+            await pair.source.open_stream(pair.to_d, earlier)
+        smaller = {**blocks.ticket(), "pool_blocks": 17}
+        with pytest.raises(TicketError, match="bytes"):
+            await pair.source.open_stream(pair.to_d, smaller)
+
+
+async def test_nonsense_messages_are_refused(pair: Pair) -> None:
+    for body in ({}, {"say": 1}, {"say": "sing"}, {"say": "open"}, {"say": "end", "id": "x", "complete": 1, "reason": ""}):
+        with pytest.raises(ProtocolError):
+            await pair.to_d.request("kv/kv", body)
+    async with pair.target.reserve(blocks=1) as blocks:
+        ticket = blocks.ticket()
+        body = {"say": "open", "id": ticket["id"], "generation": ticket["generation"], "pool": "x", "layout": {"layers": 1}}
+        with pytest.raises(ProtocolError, match="malformed"):
+            await pair.to_d.request("kv/kv", body)
+        with pytest.raises(TicketError, match="another peer"):
+            await pair.to_d.request("kv/kv", {"say": "end", "id": ticket["id"], "complete": True, "reason": ""})
+        out = await pair.source.open_stream(pair.to_d, ticket)  # still good
+        await out.aclose()

@@ -1,0 +1,663 @@
+"""Streams between two pools, with the order of events in the test's hand.  B numbers: the bugs of other systems."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from hixl_async.errors import (
+    BusyError,
+    ClosedError,
+    InvalidArgumentError,
+    LayoutMismatchError,
+    PeerLostError,
+    RangeError,
+    StreamAbortedError,
+    TicketError,
+    TransferError,
+    TransferTimeoutError,
+)
+from hixl_async.kv import Layout, LayerBlocks, Pool, Verdict
+
+from .conftest import LAYOUT, Pair, settle
+
+
+async def collect(stream: Any) -> list[int]:
+    return [layer async for layer in stream]
+
+
+async def test_layers_land_in_any_order_and_byte_for_byte(pair: Pair) -> None:
+    async with pair.target.reserve(tokens=11) as blocks, pair.source.reserve(tokens=11) as source:
+        stream = blocks.stream()
+        iterating = asyncio.create_task(collect(stream))
+        waiting = asyncio.create_task(stream.layer(1))
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+            for layer in (2, 0, 3, 1):
+                pair.fill(source.ids, layer, 10 * layer + 1)
+                out.push(layer, source[layer])
+                await settle()
+                assert stream.landed[-1] == layer
+                expected = pair.layer(pair.source, source.ids, layer)
+                assert pair.layer(pair.target, blocks.ids, layer) == expected
+        await waiting
+        assert await iterating == [2, 0, 3, 1]
+        await stream.finished()
+        await out.finished()
+        assert out.outcome == stream.outcome
+        assert out.outcome is not None
+        assert out.outcome.verdict is Verdict.FINISHED
+        await blocks.fenced()
+        assert "4 of 4 layers" in repr(stream)
+        assert "4 of 4 layers" in repr(out)
+    written = sum(bool(pair.layer(pair.target, (block,), layer).strip(b"\0")) for block in range(16) for layer in range(4))
+    assert written == 3 * 4, "no other block was touched"
+
+
+async def test_fewer_source_blocks_fill_the_first_target_blocks(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=5) as blocks, pair.source.reserve(blocks=2) as source:
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+            for layer in range(4):
+                pair.fill(source.ids, layer, 7)
+                out.push(layer, source[layer])
+        await blocks.stream().finished()
+        assert pair.layer(pair.target, blocks.ids[:2], 3) == pair.layer(pair.source, source.ids, 3)
+        assert not any(pair.layer(pair.target, blocks.ids[2:], 3))
+
+
+async def test_b23_late_and_many_subscribers_see_everything(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        early = [asyncio.create_task(collect(blocks.stream())) for _ in range(2)]
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+            for layer in range(4):
+                out.push(layer, source[layer])
+        assert [await task for task in early] == [[0, 1, 2, 3]] * 2
+        assert await collect(blocks.stream()) == [0, 1, 2, 3]
+        await blocks.stream().layer(2)
+
+
+async def test_b23_the_end_counts_even_if_no_signal_was_seen(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        stream = blocks.stream()
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+            pair.to_p.signals.clear()
+            for layer in range(4):
+                out.push(layer, source[layer])
+        assert len(await collect(stream)) == 4
+
+
+async def test_b24_reading_a_layer_before_it_landed_raises(pair: Pair) -> None:
+    pair.p.hold = True
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        stream = blocks.stream()
+        with pytest.raises(BusyError, match=r"await stream.layer\(2\)"):
+            stream.check(2)
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+            for layer in range(4):
+                out.push(layer, source[layer])
+            for layer in (0, 1, 3):
+                pair.p.flights[layer].land()
+                await stream.layer(layer)
+                stream.check(layer)
+            with pytest.raises(BusyError):
+                stream.check(2)
+            pair.p.flights[2].land()
+            await stream.layer(2)
+            stream.check(2)
+            for flight in pair.p.flights:
+                flight.release()
+        for wrong in (-1, 4):
+            with pytest.raises(RangeError):
+                stream.check(wrong)
+            with pytest.raises(RangeError):
+                await stream.layer(wrong)
+
+
+async def test_b21_no_signal_without_its_data(pair: Pair) -> None:
+    pair.p.hold = True
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        stream = blocks.stream()
+        with pytest.raises(StreamAbortedError, match="layer 1 failed: boom") as caught:
+            async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+                out.push(0, source[0])
+                out.push(1, source[1])
+                pair.p.flights[1].write()
+                pair.p.flights[1].fail(TransferError("boom"))
+                pair.p.flights[0].release()
+                pair.p.flights[1].release()
+                await out.finished()
+        assert isinstance(caught.value.__cause__, TransferError)
+        with pytest.raises(StreamAbortedError, match="boom"):
+            await stream.layer(1)
+        assert stream.landed == ()
+
+
+async def test_words_of_other_generations_are_ignored(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks:
+        stream = blocks.stream()
+        out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+        slot, generation = stream.ticket.slot, stream.ticket.generation
+        words = memoryview(pair.d.regions["kv.signals"]).cast("Q")
+        for layer, value in enumerate((generation - 1, generation + 1, 2**64 - 1, 1)):
+            words[slot * 4 + layer] = value
+        pair.to_p.signalled()
+        await settle()
+        assert stream.landed == ()
+        await out.aclose()
+
+
+# ---- wrong use ----
+
+
+async def test_wrong_pushes(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        out = pair.source.open_stream(pair.to_d, blocks.ticket())
+        with pytest.raises(ClosedError, match="not open"):
+            out.push(0, source[0])
+        with pytest.raises(ClosedError, match="never opened"):
+            await out.finished()
+        await out.aclose()
+        async with out:
+            out.push(0, source[0])
+            with pytest.raises(InvalidArgumentError, match="layer 0 was pushed before"):
+                out.push(0, source[0])
+            with pytest.raises(RangeError, match="layer 4 does not exist"):
+                out.push(4, LayerBlocks(source, 4))
+            with pytest.raises(InvalidArgumentError, match="from the blocks of layer 2"):
+                out.push(1, source[2])
+            with pytest.raises(InvalidArgumentError, match="must be blocks"):
+                out.push(1, [1, 2])  # type: ignore[arg-type]
+            with pytest.raises(InvalidArgumentError, match="belong to pool 'kv'"):
+                out.push(1, blocks[1])
+            with pytest.raises(InvalidArgumentError, match="ready must be"):
+                out.push(1, source[1], ready=3)  # type: ignore[arg-type]
+            async with pair.source.reserve(blocks=3) as large:
+                with pytest.raises(RangeError, match="do not fit"):
+                    out.push(1, large[1])
+            with pytest.raises(ClosedError, match="given back"):
+                out.push(1, large[1])
+            with pytest.raises(ClosedError, match="once"):
+                await out
+            for layer in (1, 2, 3):
+                out.push(layer, source[layer])
+        with pytest.raises(InvalidArgumentError, match="pushed before"):
+            out.push(3, source[3])
+        await blocks.stream().finished()
+
+
+async def test_leaving_without_all_layers_aborts(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        with pytest.raises(StreamAbortedError, match="after 1 of 4 layers"):
+            async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+                out.push(0, source[0])
+        with pytest.raises(StreamAbortedError, match="after 1 of 4 layers"):
+            out.push(1, source[1])
+        with pytest.raises(StreamAbortedError, match="after 1 of 4 layers"):
+            await blocks.stream().finished()
+        await blocks.stream().layer(0)
+        await blocks.fenced()
+
+
+async def test_b26_an_exception_inside_aborts_and_stays_itself(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        with pytest.raises(ZeroDivisionError):
+            async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+                out.push(0, source[0])
+                out.push(1, source[1], ready=lambda: False)
+                raise ZeroDivisionError("in batch 3 of 5")
+        with pytest.raises(StreamAbortedError, match="ZeroDivisionError: in batch 3 of 5"):
+            await blocks.stream().finished()
+        await blocks.fenced()
+    assert len(pair.p.flights) == 1
+
+
+async def test_layouts_that_differ(pair: Pair) -> None:
+    other = Layout(layers=4, kv_heads=1, head_dim=8, dtype="float32", block_tokens=4)
+    pool = Pool(pair.p, other, blocks=16, name="other", access="none")
+    async with pair.target.reserve(blocks=2) as blocks:
+        with pytest.raises(LayoutMismatchError, match=r"kv_heads \(2 and 1\), dtype \('float16' and 'float32'\)"):
+            await pool.open_stream(pair.to_d, blocks.ticket())
+        with pytest.raises(LayoutMismatchError, match="kv_heads"):
+            await blocks.stream().finished()
+        await blocks.fenced()
+    assert pair.target.statistics().free == 16
+    await pool.aclose()
+
+
+async def test_b18_a_ticket_works_once_and_the_first_stream_is_unaffected(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        ticket = blocks.ticket()
+        other = Pool(pair.p, LAYOUT, blocks=4, name="other", access="none")
+        async with pair.source.open_stream(pair.to_d, ticket) as out:
+            with pytest.raises(TicketError, match="in use here"):
+                await pair.source.open_stream(pair.to_d, ticket)
+            with pytest.raises(TicketError, match="used before"):
+                await other.open_stream(pair.to_d, ticket)
+            for layer in range(4):
+                out.push(layer, source[layer])
+        await blocks.stream().finished()
+        for pool in (pair.source, other):
+            with pytest.raises(TicketError, match="unknown here"):
+                await pool.open_stream(pair.to_d, ticket)
+        await other.aclose()
+
+
+async def test_a_pool_that_was_closed_meanwhile(pair: Pair) -> None:
+    blocks = await pair.target.reserve(blocks=2)
+    ticket = blocks.ticket()
+    await pair.target.aclose()
+    with pytest.raises(TicketError, match="closed"):
+        await pair.source.open_stream(pair.to_d, ticket)
+
+
+# ---- aborts ----
+
+
+async def test_b5_aborted_blocks_are_not_lent_while_a_late_write_may_come(pair: Pair) -> None:
+    pair.p.hold = True
+    source = await pair.source.reserve(blocks=2)
+    blocks = await pair.target.reserve(blocks=2)
+    stream = blocks.stream()
+    out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+    for layer in range(4):
+        out.push(layer, source[layer], ready=(lambda: False) if layer == 3 else None)
+    outcome = await stream.abort("client went away")
+    assert outcome.verdict is Verdict.ABORTED
+    assert await stream.abort("again") == outcome
+    with pytest.raises(StreamAbortedError, match="client went away"):
+        await stream.layer(0)
+    await blocks.aclose()
+    await settle()
+    assert pair.target.statistics() == (14, 0, 2, 0)
+    with pytest.raises(StreamAbortedError, match="client went away"):
+        out.push(3, source[3])
+    assert all(flight.cancelled() for flight in pair.p.flights)
+    assert len(pair.p.flights) == 3, "what had not started never starts"
+    fenced = asyncio.create_task(blocks.fenced())
+    pair.fill(source.ids, 2, 99)
+    pair.p.flights[2].land()  # late, and harmless
+    await settle()
+    assert not fenced.done()
+    waiter = asyncio.ensure_future(pair.target.reserve(blocks=16))
+    for flight in pair.p.flights:
+        assert not waiter.done()
+        flight.release()
+        await settle()
+    await fenced
+    everything = await waiter
+    await everything.aclose()
+    await source.aclose()
+    with pytest.raises(StreamAbortedError):
+        await out.finished()
+
+
+async def test_b9_both_sides_abort_at_once(pair: Pair) -> None:
+    pair.p.hold = True
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+        out.push(0, source[0])
+        mine, theirs = asyncio.create_task(out.abort("p")), asyncio.create_task(blocks.stream().abort("d"))
+        await settle()
+        pair.p.flights[0].release()
+        assert (await mine).verdict is (await theirs).verdict is Verdict.ABORTED
+        assert out.outcome == blocks.stream().outcome
+        await blocks.fenced()
+
+
+async def test_an_abort_that_comes_after_the_last_layer_has_landed_finds_it_finished(pair: Pair) -> None:
+    pair.p.hold = True
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+        for layer in range(4):
+            out.push(layer, source[layer])
+        for flight in pair.p.flights:
+            flight.write()
+            (remote, offset), value = flight.signal
+            remote.region[offset : offset + 8] = value.to_bytes(8, "little")
+        mine = asyncio.create_task(out.abort("too late"))
+        await settle()
+        assert all(flight.cancelled() for flight in pair.p.flights)
+        outcome = await blocks.stream().abort("also too late")
+        assert outcome.verdict is Verdict.FINISHED
+        for flight in pair.p.flights:
+            flight.release()
+        assert (await mine).verdict is Verdict.FINISHED
+        await out.finished()
+
+
+async def test_an_abort_while_the_producer_opens(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks:
+        stream = blocks.stream()
+        pair.to_d.running = False
+        opening = asyncio.ensure_future(pair.source.open_stream(pair.to_d, blocks.ticket()))
+        await settle()
+        await stream.abort("never mind")
+        pair.to_d.resume()
+        with pytest.raises(StreamAbortedError, match="never mind"):
+            await opening
+        await blocks.fenced()
+
+
+async def test_b26_cancelling_the_opening_fences_what_may_have_been_granted(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks:
+        pair.to_p.running = False
+        opening = asyncio.ensure_future(pair.source.open_stream(pair.to_d, blocks.ticket()))
+        await settle()
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        pair.to_p.resume()
+        with pytest.raises(StreamAbortedError, match="could not open"):
+            await blocks.stream().finished()
+        await blocks.fenced()
+
+
+async def test_opening_is_bounded(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks:
+        pair.to_p.running = False
+        with pytest.raises(TransferTimeoutError):
+            await pair.source.open_stream(pair.to_d, blocks.ticket(), timeout=0.01)
+        pair.to_p.resume()
+        await blocks.fenced()
+
+
+async def test_leaving_an_open_stream_quarantines_until_the_acknowledgement(pair: Pair) -> None:
+    pair.p.hold = True
+    source = await pair.source.reserve(blocks=2)
+    async with pair.target.reserve(blocks=2) as blocks:
+        out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+        out.push(0, source[0])
+    assert pair.target.statistics() == (14, 0, 2, 0)
+    await settle()
+    pair.p.flights[0].release()
+    with pytest.raises(StreamAbortedError, match="gave its blocks back"):
+        await out.finished()
+    await settle()
+    assert pair.target.statistics() == (16, 0, 0, 0)
+    await source.aclose()
+
+
+async def test_b22_source_blocks_stay_until_the_last_layer_is_drained(pair: Pair) -> None:
+    pair.p.hold = True
+    ready = threading.Event()
+    async with pair.target.reserve(blocks=2) as blocks:
+        out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+        async with pair.source.reserve(blocks=2) as source:
+            for layer in range(4):
+                pair.fill(source.ids, layer, layer + 1)
+                out.push(layer, source[layer], ready=ready if layer > 1 else None)
+        assert pair.source.statistics() == (14, 0, 2, 0), "leaving did not wait"
+        ready.set()
+        while len(pair.p.flights) < 4:
+            await asyncio.sleep(0.001)
+        for flight in pair.p.flights:
+            flight.land()
+        await settle()
+        assert pair.source.statistics() == (14, 0, 2, 0), "landed, but not drained"
+        for flight in pair.p.flights:
+            flight.release()
+        await out.finished()
+        assert pair.source.statistics() == (16, 0, 0, 0)
+        for layer in range(4):
+            assert pair.layer(pair.target, blocks.ids[:1], layer)[0] == layer + 1
+
+
+# ---- timeouts and losses ----
+
+
+async def test_b6_a_stall_fails_the_stream_but_returns_no_block(pair: Pair) -> None:
+    pair.p.hold = True
+    source = await pair.source.reserve(blocks=2)
+    async with pair.target.reserve(blocks=2) as blocks:
+        ticket = blocks.ticket(stall=0.05)
+        out = await pair.source.open_stream(pair.to_d, ticket)
+        out.push(0, source[0])
+        pair.to_d.running = False  # the producer's process is stopped
+        with pytest.raises(TransferTimeoutError, match="no new layer for 0.05 s"):
+            await collect(blocks.stream())
+    assert pair.target.statistics() == (14, 0, 2, 0)
+    pair.p.flights[0].land()  # it goes on, and finishes its copy
+    pair.to_d.resume()
+    await settle()
+    assert pair.target.statistics() == (14, 0, 2, 0)
+    pair.p.flights[0].release()
+    await settle()
+    assert pair.target.statistics() == (16, 0, 0, 0)
+    assert (await out.abort()).verdict is Verdict.ABORTED
+    await source.aclose()
+
+
+async def test_b12_progress_renews_the_stall(pair: Pair) -> None:
+    pair.p.hold = True
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        ticket = blocks.ticket(stall=0.2)
+        async with pair.source.open_stream(pair.to_d, ticket) as out:
+            for layer in range(4):
+                await asyncio.sleep(0.08)
+                out.push(layer, source[layer])
+                pair.p.flights[layer].land()
+                pair.p.flights[layer].release()
+        await blocks.stream().finished()
+
+
+async def test_a_deadline_holds_whatever_the_progress(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        ticket = blocks.ticket(deadline=0.05)
+        out = await pair.source.open_stream(pair.to_d, ticket)
+        out.push(0, source[0])
+        with pytest.raises(TransferTimeoutError, match="deadline of 0.05 s"):
+            await blocks.stream().finished()
+        await blocks.fenced()
+        with pytest.raises(StreamAbortedError, match="deadline"):
+            await out.finished()
+
+
+@pytest.mark.parametrize("dead", [True, False])
+async def test_a_lost_producer(pair: Pair, dead: bool) -> None:
+    pair.p.hold = True
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+        out.push(0, source[0])
+        pair.p.flights[0].land()
+        out.push(1, source[1])
+        pair.to_p.lose(dead=dead)
+        with pytest.raises(PeerLostError) as caught:
+            await blocks.stream().finished()
+        assert caught.value.confirmed_dead is dead
+        await blocks.stream().layer(0)
+        pair.to_d.lose(dead=False)
+        await settle()
+        for flight in pair.p.flights:
+            flight.release()
+        with pytest.raises(PeerLostError):
+            await out.finished()
+    assert pair.target.statistics() == ((16, 0, 0, 0) if dead else (14, 0, 2, 0))
+    if not dead:
+        pair.to_p.harmless.set()
+        await settle()
+        assert pair.target.statistics() == (16, 0, 0, 0)
+
+
+async def test_a_lost_consumer(pair: Pair) -> None:
+    pair.p.hold = True
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        with pytest.raises(PeerLostError):
+            async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+                out.push(0, source[0])
+                out.push(1, source[1], ready=lambda: False)
+                pair.to_d.lose(dead=True)
+                with pytest.raises(PeerLostError):
+                    out.push(2, source[2])
+                await settle()
+                assert pair.p.flights[0].cancelled()
+                pair.p.flights[0].release()
+        pair.to_p.lose(dead=True)
+
+
+async def test_the_producers_exit_is_bounded_if_nothing_drains(pair: Pair) -> None:
+    pair.p.hold = True
+    async with pair.target.reserve(blocks=2) as blocks:
+        source = await pair.source.reserve(blocks=2)
+        with pytest.raises(TransferTimeoutError, match=r"flights were not drained within 0.02 s"):
+            async with pair.source.open_stream(pair.to_d, blocks.ticket(), timeout=0.02) as out:
+                for layer in range(4):
+                    out.push(layer, source[layer])
+                await out.abort()
+        await source.aclose()
+        assert pair.source.statistics().quarantined == 2
+        for flight in pair.p.flights:
+            flight.release()
+        await blocks.fenced()
+        await settle()
+        assert pair.source.statistics().quarantined == 0
+
+
+async def test_the_producers_exit_is_bounded_if_the_consumer_is_stopped(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        with pytest.raises(TransferTimeoutError, match="did not acknowledge"):
+            async with pair.source.open_stream(pair.to_d, blocks.ticket(), timeout=0.02) as out:
+                pair.to_p.running = False
+                for layer in range(4):
+                    out.push(layer, source[layer])
+        pair.to_p.resume()
+        await blocks.stream().finished()
+
+
+async def test_closing_the_pool_waits_for_streams_only_so_long(pair: Pair) -> None:
+    pair.p.hold = True
+    source = await pair.source.reserve(blocks=2)
+    blocks = await pair.target.reserve(blocks=2)
+    out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+    out.push(0, source[0])
+    pair.to_d.running = False
+    await pair.target.aclose(timeout=0.02)
+    assert pair.target.statistics() == (16, 0, 0, 0)
+    pair.to_d.resume()
+    await settle()
+    await pair.source.aclose(timeout=0.02)
+    with pytest.raises(StreamAbortedError):
+        await out.finished()
+
+
+# ---- ready marks and threads ----
+
+
+class DeviceEvent:
+    """Like ``torch.npu.Event``: `query` answers True once the device came so far."""
+
+    def __init__(self) -> None:
+        self.done, self.queries = False, 0
+
+    def query(self) -> bool:
+        self.queries += 1
+        return self.done
+
+
+async def test_layers_wait_for_their_events_in_order(pair: Pair) -> None:
+    events = [DeviceEvent() for _ in range(4)]
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        stream = blocks.stream()
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+            for layer in range(4):
+                out.push(layer, source[layer], ready=events[layer])
+            events[1].done = True
+            await asyncio.sleep(0.02)
+            assert stream.landed == (), "first in, first out"
+            assert events[1].queries == 0
+            assert 4 < events[0].queries < 60, "backs off to 1 ms"
+            events[0].done = True
+            await stream.layer(1)
+            assert stream.landed == (0, 1)
+            events[2].done = events[3].done = True
+        assert await collect(stream) == [0, 1, 2, 3]
+    assert pair.source._poller._timer is None
+
+
+async def test_every_kind_of_mark(pair: Pair) -> None:
+    flag, thread_flag, asked = asyncio.Event(), threading.Event(), []
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+            out.push(0, source[0], ready=None)
+            out.push(1, source[1], ready=flag)
+            out.push(2, source[2], ready=thread_flag)
+            out.push(3, source[3], ready=lambda: asked.append(1) or len(asked) > 3)
+            flag.set()
+            thread_flag.set()
+        assert len(asked) == 4
+        await blocks.stream().finished()
+
+
+async def test_a_mark_that_raises_aborts_the_stream(pair: Pair) -> None:
+    def broken() -> bool:
+        raise ValueError("device lost")
+
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        with pytest.raises(StreamAbortedError, match="layer 0 could not be pushed: ValueError: device lost"):
+            async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+                out.push(0, source[0], ready=broken)
+                await out.finished()
+        with pytest.raises(StreamAbortedError, match="device lost"):
+            await blocks.stream().finished()
+
+
+async def test_an_unready_stream_does_not_hold_up_another(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as one, pair.target.reserve(blocks=2) as two:
+        async with pair.source.reserve(blocks=2) as source:
+            stuck = await pair.source.open_stream(pair.to_d, one.ticket())
+            stuck.push(0, source[0], ready=lambda: False)
+            async with pair.source.open_stream(pair.to_d, two.ticket()) as out:
+                for layer in range(4):
+                    out.push(layer, source[layer], ready=DeviceEvent() if False else None)
+            await two.stream().finished()
+            await stuck.aclose()
+
+
+async def test_push_from_the_compute_thread_wakes_the_loop_once_per_burst(pair: Pair) -> None:
+    wakes = []
+    original = pair.p.loop.call_soon_threadsafe
+
+    class Loop:
+        def call_soon_threadsafe(self, callback: Any, *args: Any) -> Any:
+            wakes.append(callback)
+            return original(callback, *args)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(pair.p.loop, name)
+
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+            out._loop = Loop()  # type: ignore[assignment]
+
+            def compute() -> None:
+                for layer in range(4):
+                    pair.fill(source.ids, layer, layer + 1)
+                    out.push(layer, source[layer])
+
+            thread = threading.Thread(target=compute)
+            thread.start()
+            thread.join()  # the loop cannot run meanwhile: one burst
+            assert len(wakes) == 1
+            assert pair.p.flights == []
+        await blocks.stream().finished()
+        for layer in range(4):
+            assert pair.layer(pair.target, blocks.ids[:1], layer)[0] == layer + 1
+
+
+async def test_many_streams_with_pushes_from_threads(pair: Pair) -> None:
+    async def request(number: int) -> None:
+        async with pair.target.reserve(blocks=3) as blocks, pair.source.reserve(blocks=3) as source:
+            for layer in range(4):
+                pair.fill(source.ids, layer, number)
+            async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+
+                def compute() -> None:
+                    for layer in (3, 1, 2, 0):
+                        out.push(layer, source[layer])
+
+                await asyncio.to_thread(compute)
+            async for layer in blocks.stream():
+                assert pair.layer(pair.target, blocks.ids, layer) == pair.layer(pair.source, source.ids, layer)
+
+    await asyncio.gather(*(request(number) for number in range(100)))
