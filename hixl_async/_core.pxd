@@ -17,7 +17,7 @@ cdef extern from "hxa_mailbox.h" nogil:
 
 
 cdef class Core:
-    cdef hxa_mailbox box              # where drivers post; see hxa_mailbox.h
+    cdef hxa_mailbox *box             # where drivers post; see hxa_mailbox.h.  NULL before open and after the end
     cdef hxa_sink sink                # what drivers get of it
     cdef readonly object loop         # the one event loop this engine belongs to (C9)
     cdef object handler               # handler(kind, cookie, status, topic, data): notifications, signals, lost links
@@ -30,13 +30,12 @@ cdef class Core:
     cdef bint drain_scheduled         # drain() will run again without a signal
     cdef list drivers                 # Driver, in order of preference; the index is Driver.index
     cdef hxa_op *backlog              # taken from the mailbox, not yet settled (a capped drain)
-    cdef hxa_op **backlog_end         # where the next taken chain is tied to the backlog
     cdef void *first                  # Transfer: head of the list of flights that still pin memory
     cdef list graveyard               # memories whose last view was dropped in another thread
     cdef object watchdog              # TimerHandle of the stall check, only while something is in flight
     cdef readonly double stall        # seconds without progress after which a transfer fails
     cdef int credit                   # finished operations that may still be awaited without a trip through the loop (C8)
-    cdef uint64_t n_transfers, n_inline, n_bytes, n_failed
+    cdef uint64_t n_transfers, n_inline, n_bytes, n_failed, n_signals
     cdef readonly Py_ssize_t in_flight        # transfers without an outcome
     cdef readonly Py_ssize_t pinned           # slots not released yet
     cdef readonly Py_ssize_t local_memories
@@ -54,6 +53,7 @@ cdef class Core:
     cdef int _launch(self, Transfer transfer, object notify, object signal, object deadline, object priority) except -1
     cdef int _track(self, Transfer transfer) except -1
     cdef int _settle(self, hxa_op *op) except -1
+    cdef int _dispose(self) except -1
     cdef Transfer _control(self, Link link)
     cdef Transfer _answer(self, Transfer transfer, int answer, str what)
 
@@ -136,7 +136,6 @@ cdef class Batch:
     cdef uint32_t verb
     cdef readonly Link link
     cdef list memories                # every Memory that the descriptors name, each once
-    cdef Py_ssize_t flights           # submits not released yet
 
     cdef int _adopt(self, LocalMemory local, RemoteMemory remote) except -1
     cdef int _add_slices(self, Slice left, Slice right) except -1

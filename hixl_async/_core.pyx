@@ -32,10 +32,11 @@ from cpython.buffer cimport (
     PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_RawFree, PyMem_RawMalloc
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.math cimport INFINITY
 from libc.string cimport memcpy, memset
 
 from .driver cimport *
@@ -240,7 +241,7 @@ cdef class Memory:
             return 0
         if not self.core.finished and PyThread_get_thread_ident() != self.core.thread:
             self.core.graveyard.append(self)
-            hxa_mailbox_signal(&self.core.box)
+            hxa_mailbox_signal(self.core.box)
             return 0
         return self._release()
 
@@ -472,9 +473,10 @@ cdef class Batch:
         cdef list parts = []
         cdef Slice left, right
         cdef size_t total = 0
-        if verb not in VERBS:
-            raise errors.InvalidArgumentError(f"verb must be 'read' or 'write', not {verb!r}")
-        self.verb = VERBS[verb]
+        try:
+            self.verb = VERBS[verb]
+        except (KeyError, TypeError):
+            raise errors.InvalidArgumentError(f"verb must be 'read' or 'write', not {verb!r}") from None
         self.memories = []
         for part in [(local, remote, rows)] if remote is not None else local:
             if len(part) not in (2, 3):
@@ -757,16 +759,17 @@ cdef class Transfer:
             self.exc = exc
             if not self.control:
                 self.unretrieved = _Unretrieved(core.loop, repr(self), exc)
-        if callback is not None:
-            self.callback = self.context = None
-            # Only a task's own wake-up may run at once: other callbacks may rely on call_soon's order.
-            if not (core.draining and isinstance(getattr(callback, "__self__", None), Task)
-                    and _resume(core, callback, context, self)):
-                core.call_soon(callback, self, context=context)
-        if self.callbacks is not None:
-            for pair in self.callbacks:
-                core.call_soon(pair[0], self, context=pair[1])
-            self.callbacks = None
+        self.callback = self.context = None
+        callbacks, self.callbacks = self.callbacks, None
+        # Only a task's own wake-up may run at once: other callbacks may rely on call_soon's order.
+        cdef bint direct = core.draining and isinstance(getattr(callback, "__self__", None), Task)
+        if callback is not None and not direct:
+            core.call_soon(callback, self, context=context)
+        for pair in callbacks or ():
+            core.call_soon(pair[0], self, context=pair[1])
+        # Last, for what the task raises (KeyboardInterrupt, SystemExit) passes through here.
+        if direct and not _resume(callback, context, self):
+            core.call_soon(callback, self, context=context)
         return 0
 
     cdef int _stop(self) except -1:
@@ -799,7 +802,6 @@ cdef class Transfer:
         self.local = None
         PyBuffer_Release(&self.view)
         if type(local) is Batch:
-            (<Batch>local).flights -= 1
             for memory in (<Batch>local).memories:
                 memory._unpin()
         elif isinstance(local, LocalMemory):
@@ -816,7 +818,7 @@ cdef class Transfer:
         return 0
 
 
-cdef bint _resume(Core core, object callback, object context, Transfer transfer) except -1:
+cdef bint _resume(object callback, object context, Transfer transfer) except -1:
     """Runs a task's wake-up now, in its context; False if that context is entered already."""
     try:
         PyContext_Enter(context)
@@ -990,9 +992,10 @@ cdef class Driver:
     def _close_if_unused(self):
         cdef hxa_instance *instance = self.instance
         if self.memories == 0 and instance != NULL:
-            self.instance = NULL
             with nogil:
                 self.table.close(instance)
+            self.instance = NULL
+            self.core._dispose()
 
 
 cdef class Link:
@@ -1091,23 +1094,26 @@ cdef class Core:
     """What an `Engine` is made of: one loop, one mailbox, drivers, and the flights between them."""
 
     def __cinit__(self, *args, **kwargs):
-        self.box.fd = -1
         self.closed = True
         self.finished = True
 
     def _open(self, loop, handler, double stall):
         """Binds the core to `loop`; `handler(kind, cookie, status, topic, data)` hears what drivers report."""
-        cdef int error = hxa_mailbox_open(&self.box)
+        self.box = <hxa_mailbox *>PyMem_RawMalloc(sizeof(hxa_mailbox))
+        if self.box == NULL:
+            raise MemoryError()
+        cdef int error = hxa_mailbox_open(self.box)
         if error:
+            PyMem_RawFree(self.box)
+            self.box = NULL
             raise OSError(-error, "eventfd")
-        self.sink.ctx = &self.box
+        self.sink.ctx = self.box
         self.sink.post = <void (*)(void *, hxa_op *, uint32_t) noexcept nogil>hxa_mailbox_post
         self.sink.event = <void (*)(void *, const hxa_event *) noexcept nogil>hxa_mailbox_event
         self.loop, self.handler, self.call_soon, self.stall = loop, handler, loop.call_soon, stall
         self.thread = PyThread_get_thread_ident()
         self.generation = fork_generation
         self.drivers, self.graveyard = [], []
-        self.backlog_end = &self.backlog
         self.credit = CREDIT
         self.closed = self.finished = False
         loop.add_reader(self.box.fd, self.drain)
@@ -1325,7 +1331,6 @@ cdef class Core:
             _raise_gone(batch.memories[1])
         transfer = Transfer.__new__(Transfer)
         transfer.core, transfer.link, transfer.local = self, batch.link, batch
-        batch.flights += 1
         for memory in batch.memories:
             memory.flights += 1
         transfer.batch.verb = batch.verb
@@ -1358,10 +1363,13 @@ cdef class Core:
             if signal is not None:
                 self._attach_signal(transfer, driver, signal)
             if priority is not None:
-                if priority not in PRIORITIES:
-                    raise errors.InvalidArgumentError(f"priority must be 'low', 'normal' or 'high', not {priority!r}")
-                transfer.batch.priority = PRIORITIES[priority]
-            if deadline is not None and not 0 < deadline < float("inf"):
+                try:
+                    transfer.batch.priority = PRIORITIES[priority]
+                except (KeyError, TypeError):
+                    raise errors.InvalidArgumentError(
+                        f"priority must be 'low', 'normal' or 'high', not {priority!r}"
+                    ) from None
+            if deadline is not None and not (isinstance(deadline, (int, float)) and 0 < deadline < INFINITY):
                 raise errors.InvalidArgumentError(f"deadline must be a positive number of seconds, not {deadline!r}")
         except BaseException:
             transfer._unpin()
@@ -1479,7 +1487,6 @@ cdef class Core:
         cdef Transfer transfer = <Transfer>op.owner
         cdef uint32_t events = hxa_mailbox_events(op)
         cdef _Drain drain
-        cdef list drains = None
         if events & HXA_RELEASED:
             transfer.flying = False
             if transfer.prev != NULL:
@@ -1493,8 +1500,9 @@ cdef class Core:
             if transfer.link is not None:
                 transfer.link.flights -= 1
             transfer._unpin()
-            drains = transfer.drains
-            transfer.drains = None
+            drains, transfer.drains = transfer.drains, None
+            for drain in drains or ():
+                drain._one()
             Py_DECREF(transfer)  # C1
         if events & HXA_COMPLETED and transfer.outcome == ACTIVE:
             if op.status == HXA_OK:
@@ -1509,9 +1517,6 @@ cdef class Core:
                     transfer.link.driver, op.status, op.native,
                     f"{transfer!r} failed, the contents of its target are undefined" if not transfer.control else "link",
                     transfer.link.peer, op.failed if op.failed >= 0 else None))
-        if drains is not None:
-            for drain in drains:
-                drain._one()
         return 0
 
     def drain(self):
@@ -1525,15 +1530,15 @@ cdef class Core:
         self.draining = asyncio_current_task(self.loop) is None
         self.drain_scheduled = False
         try:
-            hxa_mailbox_disarm(&self.box)
+            hxa_mailbox_disarm(self.box)
             while True:
                 self._deliver()
                 if self.backlog == NULL:
-                    self.backlog = hxa_mailbox_take_ops(&self.box)
+                    self.backlog = hxa_mailbox_take_ops(self.box)
                     if self.backlog == NULL:
                         if self.graveyard:
                             self._bury_dead()
-                        if not hxa_mailbox_arm(&self.box):
+                        if not hxa_mailbox_arm(self.box):
                             return
                         continue
                 while self.backlog != NULL:
@@ -1558,7 +1563,7 @@ cdef class Core:
 
     def _deliver(self):
         """Hands events to the engine, oldest first."""
-        cdef hxa_letter *letter = hxa_mailbox_take_letters(&self.box)
+        cdef hxa_letter *letter = hxa_mailbox_take_letters(self.box)
         cdef hxa_letter *following
         while letter != NULL:
             following = letter.next
@@ -1614,26 +1619,18 @@ cdef class Core:
     def _drained(self, Memory memory, uint64_t offset, uint64_t length):
         """Waits for every flight that touches a range of a region."""
         cdef Transfer transfer
-        cdef size_t i
-        cdef int index
-        cdef hxa_mem *handle
-        cdef list touching = []
-        cdef uint64_t start = <uint64_t>memory.address + offset
-        for transfer in self._flights():
-            if transfer.control or transfer.link is None:
-                continue
-            index = transfer.link.driver.index
-            handle = memory.mems[index]
-            for i in range(transfer.batch.n):
-                if memory.address == NULL:
-                    if handle != NULL and _overlap(&transfer.batch.desc[i], True, handle, offset, length):
-                        touching.append(transfer)
-                        break
-                elif (handle != NULL and _overlap(&transfer.batch.desc[i], False, handle, offset, length)
-                        or _overlap(&transfer.batch.desc[i], False, NULL, start, length)):
-                    touching.append(transfer)
-                    break
-        return self._drained_transfers(touching)
+        if memory.address != NULL:
+            return self._drained_local(<uint64_t>memory.address + offset, length)
+        return self._drained_transfers([
+            transfer for transfer in self._flights() if _touches_remote(transfer, memory, offset, length)
+        ])
+
+    def _drained_local(self, uint64_t start, uint64_t size):
+        """Waits for every flight that touches a range of this process's addresses."""
+        cdef Transfer transfer
+        return self._drained_transfers([
+            transfer for transfer in self._flights() if _touches_local(transfer, start, size)
+        ])
 
     def drained(self, buffer):
         """Waits until no flight touches the memory of `buffer`: a region, a range of one, or any buffer given to read or write.
@@ -1643,10 +1640,8 @@ cdef class Core:
         """
         cdef Py_buffer view
         cdef Slice piece
-        cdef Transfer transfer
-        cdef size_t i
         cdef uint64_t start, size
-        cdef list touching = []
+        self._check()
         if isinstance(buffer, (Slice, Memory)):
             piece = _whole(buffer, "buffer", Memory)
             return self._drained(piece.memory, piece.offset, piece.length)
@@ -1659,12 +1654,7 @@ cdef class Core:
             PyBuffer_Release(&view)
         else:
             start, size, _ = self._address_of(buffer, False)
-        for transfer in self._flights():
-            for i in range(transfer.batch.n):
-                if _overlap(&transfer.batch.desc[i], False, NULL, start, size):
-                    touching.append(transfer)
-                    break
-        return self._drained_transfers(touching)
+        return self._drained_local(start, size)
 
     # -- end
 
@@ -1704,28 +1694,78 @@ cdef class Core:
         if not self.loop.is_closed():
             self.loop.remove_reader(self.box.fd)
         self._bury_dead()
-        if not leaked:
-            hxa_mailbox_close(&self.box)
+        self._dispose()
         return len(leaked)
+
+    cdef int _dispose(self) except -1:
+        """Frees the mailbox once the engine is finished and no driver is left that could post.
+
+        An engine that was never closed leaks it, for a driver's thread may hold its address.
+        """
+        cdef Driver driver
+        if not self.finished or self.box == NULL:
+            return 0
+        for driver in self.drivers:
+            if driver.instance != NULL:
+                return 0
+        self.n_signals = self.box.signals
+        hxa_mailbox_close(self.box)
+        PyMem_RawFree(self.box)
+        self.box = NULL
+        return 0
 
     def _after_fork(self):
         """In a child of fork(): closes the child's copies of descriptors; nothing of the parent's is torn down."""
         cdef Driver driver
         for driver in self.drivers:
             driver.after_fork()
-        hxa_mailbox_close(&self.box)
+        if self.box != NULL:
+            hxa_mailbox_close(self.box)
 
     def _counters(self):
-        return (self.n_transfers, self.n_inline, self.n_bytes, self.n_failed, self.box.signals)
+        return (self.n_transfers, self.n_inline, self.n_bytes, self.n_failed, self.box.signals if self.box != NULL else self.n_signals)
 
 
 cdef object asyncio_current_task = asyncio.current_task
 
 
-cdef bint _overlap(const hxa_desc *desc, bint remote, const hxa_mem *memory, uint64_t start, uint64_t size) noexcept:
-    cdef const hxa_mem *mem = desc.rmem if remote else desc.lmem
-    cdef uint64_t offset = desc.roff if remote else desc.loff
-    return mem == memory and offset < start + size and start < offset + desc.len
+cdef inline bint _overlap(uint64_t start, uint64_t size, uint64_t other, uint64_t length) noexcept:
+    return start < other + length and other < start + size
+
+
+cdef bint _touches_remote(Transfer transfer, Memory memory, uint64_t start, uint64_t size) noexcept:
+    cdef size_t i
+    cdef const hxa_desc *desc = transfer.batch.desc
+    cdef const hxa_mem *handle
+    if transfer.control or transfer.link is None:
+        return False
+    handle = memory.mems[transfer.link.driver.index]
+    for i in range(transfer.batch.n):
+        if desc[i].rmem == handle and _overlap(start, size, desc[i].roff, desc[i].len):
+            return True
+    return handle != NULL and transfer.batch.signal == handle and _overlap(start, size, transfer.batch.signal_off, 8)
+
+
+cdef bint _touches_local(Transfer transfer, uint64_t start, uint64_t size):
+    """Descriptors count from a handle's start; its address is that of the memory with this handle."""
+    cdef size_t i
+    cdef const hxa_desc *desc = transfer.batch.desc
+    cdef const hxa_mem *handle = NULL
+    cdef uint64_t base = 0
+    cdef Memory memory
+    if transfer.control:
+        return False
+    pinned = (<Batch>transfer.local).memories if type(transfer.local) is Batch else (transfer.local,)
+    for i in range(transfer.batch.n):
+        if desc[i].lmem != handle:
+            handle, base = desc[i].lmem, 0
+            if handle != NULL:
+                for memory in pinned:
+                    if memory.mems[transfer.link.driver.index] == handle:
+                        base = <uint64_t>memory.address
+        if _overlap(start, size, base + desc[i].loff, desc[i].len):
+            return True
+    return False
 
 
 def _raise_gone(memory):

@@ -1,4 +1,4 @@
-"""One handshake on the listening side: drives a `ServerHandshake` over real sockets."""
+"""One handshake on the listening side: drives a `ListenerHandshake` over real sockets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from ..errors import HixlError, PeerLostError, ProtocolError
 from . import waiting
 from .channel import TcpChannel, UnixChannel
 from .connection import Connection
-from .handshake import Established, Identity, Leg, Secret, Send, ServerHandshake, Sight, refusal
+from .handshake import Established, Leg, Send, Sight
+from .identity import Identity
+from .listener_handshake import ListenerHandshake
 from .process import Credentials, LocalUser, peer_credentials, start_time
+from .refusal import refusal
 from .rendezvous import RendezvousName, Scope, admit_descriptors
+from .secret import Secret
 
 __all__ = ["Answer", "refuse"]
 
@@ -44,7 +48,7 @@ class Answer:
         self._in_use: TcpChannel | UnixChannel = self._tcp
         self._joined: asyncio.Future[_Joined] = asyncio.get_running_loop().create_future()
         sight = Sight(scope, LocalUser.current(), start_time(), path)
-        self._handshake = ServerHandshake(identity, secret, sight, name)
+        self._handshake = ListenerHandshake(identity, secret, sight, name)
 
     @property
     def connection_id(self) -> str:

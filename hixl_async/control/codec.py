@@ -83,10 +83,7 @@ def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
         raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {limit}")
     try:
         text = data.decode()
-        if _LARGE_NUMBER.search(text):
-            value = _CAREFUL.decode(text)
-        else:
-            value = _PLAIN.decode(text)
+        value = (_CAREFUL if _LARGE_NUMBER.search(text) else _PLAIN).decode(text)
         if "\\u" in text:  # JSON can spell half a surrogate pair, which could never be sent on
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeError are ValueErrors

@@ -14,7 +14,8 @@ from ..errors import ClosedError, HixlError, PeerLostError, ProtocolError
 from . import codec
 from .channel import MAX_DESCRIPTORS, Channel, TcpChannel, UnixChannel, close_descriptors
 from .codec import Seal
-from .handshake import Established, Identity
+from .handshake import Established
+from .identity import Identity
 from .process import Credentials, open_pidfd, peer_credentials
 
 __all__ = ["Connection", "LostCallback", "MessageCallback"]
@@ -126,7 +127,7 @@ class Connection:
     def start(self, on_message: MessageCallback, on_lost: LostCallback) -> None:
         """Delivers messages from now on, the earlier ones first; never from inside this call.
 
-        :param on_message: takes kind, body and descriptors; the descriptors are its own from then on, also if it raises.
+        :param on_message: takes kind, body and descriptors, and owns the descriptors from then on, also if it raises.
             If it raises a `HixlError` the connection is lost with that error; any other exception reaches the loop's
             exception handler too.
         :param on_lost: takes the reason; called once at most, and not if `aclose` or `abandon` came first.

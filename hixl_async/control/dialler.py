@@ -1,4 +1,4 @@
-"""The dialling side: drives a `ClientHandshake` over real sockets."""
+"""The dialling side: drives a `DiallerHandshake` over real sockets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from ..types import Address
 from . import waiting
 from .channel import TcpChannel, UnixChannel
 from .connection import Connection
-from .handshake import Action, ClientHandshake, Established, Identity, Leg, OpenUnix, Secret, Sight
+from .dialler_handshake import DiallerHandshake
+from .handshake import Action, Established, Leg, OpenUnix, Sight
+from .identity import Identity
 from .process import LocalUser, peer_credentials, start_time
 from .rendezvous import Scope
+from .secret import Secret
 
 __all__ = ["dial"]
 
@@ -55,6 +58,8 @@ async def dial(
         if str(address) not in str(error):
             error.args = (f"{address}: {error}", *error.args[1:])
         raise
+    except OSError as error:
+        raise ConnectError(f"{address}: {error.strerror} ({call.step})", native=error.errno) from None
     finally:
         call.close()
 
@@ -75,7 +80,7 @@ class _Call:
     async def run(self) -> Established:
         sock = await waiting.connect_tcp(self._address)
         self._owned[Leg.TCP] = TcpChannel(sock)
-        handshake = ClientHandshake(
+        handshake = DiallerHandshake(
             self._identity,
             self._secret,
             Sight(
@@ -101,7 +106,7 @@ class _Call:
                 self.step = f"waiting for an answer over {leg.value}"
                 actions = handshake.received(leg, await waiting.receive(self._owned[leg]))
 
-    async def _open_unix(self, handshake: ClientHandshake, action: OpenUnix) -> list[Action]:
+    async def _open_unix(self, handshake: DiallerHandshake, action: OpenUnix) -> list[Action]:
         self.step = "connecting the Unix socket"
         try:
             sock = await waiting.connect_unix(action.name, self._unix_dir)

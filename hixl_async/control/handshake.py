@@ -1,4 +1,4 @@
-"""The handshake as two state machines: messages in, actions out.  No sockets, no loop, no clock.
+"""The handshake, and what its two state machines have in common: messages in, actions out; no sockets, loop or clock.
 
 ::
 
@@ -29,31 +29,30 @@ H5  Messages are taken in their one canonical spelling only.
 from __future__ import annotations
 
 import hmac
-import re
 import secrets
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from ..errors import AuthenticationError, BusyError, ConnectError, HixlError, InvalidArgumentError, ProtocolError
-from . import codec
-from .process import Credentials, LocalUser
+from ..errors import AuthenticationError, HixlError, InvalidArgumentError, ProtocolError
+from . import codec, fields
+from .identity import Identity
+from .process import LocalUser
 from .rendezvous import RendezvousName, Scope
+from .secret import Secret
 
 __all__ = [
+    "HOW_TO_SHARE_A_SECRET",
     "PROTOCOL_VERSION",
     "Action",
-    "ClientHandshake",
     "Established",
-    "Identity",
+    "Handshake",
     "Leg",
     "OpenUnix",
-    "Secret",
     "Send",
-    "ServerHandshake",
     "Sight",
-    "connection_of",
-    "refusal",
+    "State",
+    "same",
 ]
 
 #: The newest version of the protocol that is spoken here; every hello names the range.
@@ -61,13 +60,7 @@ PROTOCOL_VERSION = 1
 _OLDEST_VERSION = 1
 _MAGIC = "hixl-async"
 
-_HEX32 = re.compile(r"[0-9a-f]{32}")
-_HEX64 = re.compile(r"[0-9a-f]{64}")
-_FINGERPRINT = re.compile(r"(?:[0-9a-f]{32})?")
-_SOCKET = re.compile(r"(abstract|directory):([0-9a-f]{32})")
-_TICKS = re.compile(r"[0-9]{0,20}")
-
-_HOW_TO_SHARE_A_SECRET = (
+HOW_TO_SHARE_A_SECRET = (
     "give both sides the same secret=, for example secrets.token_bytes(32) in a file that only they can read"
 )
 
@@ -122,7 +115,7 @@ class Established(NamedTuple):
 Action: TypeAlias = Send | OpenUnix | Established
 
 
-class _State(Enum):
+class State(Enum):
     NEW = "new"
     HELLO = "hello"  # our hello is out
     OPENING = "opening"  # dialler only: the Unix leg is being opened
@@ -131,28 +124,28 @@ class _State(Enum):
     FAILED = "failed"
 
 
-class _Handshake:
+class Handshake:
     """What both sides have in common."""
 
-    _role: str
-    _other: str
+    _role: ClassVar[str]
+    _other: ClassVar[str]
 
     def __init__(self, identity: Identity, secret: Secret, sight: Sight) -> None:
         self._identity = identity
         self._secret = secret
         self._sight = sight
-        self._state = _State.NEW
+        self._state = State.NEW
         self._error: HixlError | None = None
         self._transcript: list[bytes] = []
         self._version = 0
         self._detour = ""
 
     def _fail(self, error: HixlError) -> HixlError:
-        self._state = _State.FAILED
+        self._state = State.FAILED
         self._error = error
         return error
 
-    def _expect(self, *states: _State) -> None:
+    def _expect(self, *states: State) -> None:
         if self._error is not None:
             raise self._error
         if self._state not in states:
@@ -173,7 +166,7 @@ class _Handshake:
 
     def _take_hello(self, raw: bytes) -> dict[str, Any]:
         """Checks what can be checked at once."""
-        body = _decode(raw, "hello")
+        body = fields.body_of(raw, "hello")
         if body.get("magic") != _MAGIC:
             raise ProtocolError("the other side is no hixl_async engine: its hello lacks the magic word")
         match body.get("versions"):
@@ -188,18 +181,18 @@ class _Handshake:
                 f"the {self._other} {_versions(oldest, newest)}; install the same release of hixl_async on both sides"
             )
         # Only now: another version's hello may look different in all other respects.
-        _text(body, "nonce", _HEX64)
-        _text(body, "network", _FINGERPRINT)
-        _text(body, "directory", _FINGERPRINT)
+        fields.text(body, "nonce", fields.HEX64)
+        fields.text(body, "network", fields.FINGERPRINT)
+        fields.text(body, "directory", fields.FINGERPRINT)
         if not isinstance(body.get("secret"), bool):
             raise ProtocolError("the hello of the other side does not say whether it has a secret")
         if body["secret"] and not self._secret:
             raise AuthenticationError(
-                f"the {self._other} has a secret and the {self._role} has none: {_HOW_TO_SHARE_A_SECRET}"
+                f"the {self._other} has a secret and the {self._role} has none: {HOW_TO_SHARE_A_SECRET}"
             )
         if self._secret and not body["secret"]:
             raise AuthenticationError(
-                f"the {self._role} has a secret and the {self._other} has none: {_HOW_TO_SHARE_A_SECRET}"
+                f"the {self._role} has a secret and the {self._other} has none: {HOW_TO_SHARE_A_SECRET}"
             )
         return body
 
@@ -212,12 +205,12 @@ class _Handshake:
         return raw
 
     def _take_proof(self, leg: Leg, raw: bytes, body: dict[str, Any]) -> Identity:
-        proof = _text(body, "proof", _HEX64)
-        _text(body, "started", _TICKS)
-        identity = _identity(body.get("identity"))
+        proof = fields.text(body, "proof", fields.HEX64)
+        fields.text(body, "started", fields.TICKS)
+        identity = fields.identity(body)
         if not hmac.compare_digest(proof, self._proof(self._other, leg, body)):
             raise AuthenticationError(
-                f"the {self._other} does not know the secret of the {self._role}: {_HOW_TO_SHARE_A_SECRET}"
+                f"the {self._other} does not know the secret of the {self._role}: {HOW_TO_SHARE_A_SECRET}"
                 if self._secret
                 else "the two sides saw different handshakes: something between them changed one"
             )
@@ -240,11 +233,11 @@ class _Handshake:
     def _tcp_error(self) -> AuthenticationError:
         return AuthenticationError(
             f"without a secret only processes of one user on one host are connected, but {self._detour}; "
-            f"{_HOW_TO_SHARE_A_SECRET}"
+            f"{HOW_TO_SHARE_A_SECRET}"
         )
 
     def _established(self, leg: Leg, identity: Identity, body: Mapping[str, Any]) -> Established:
-        self._state = _State.ESTABLISHED
+        self._state = State.ESTABLISHED
         keys = (
             self._secret.tag("seal to listener", *self._transcript),
             self._secret.tag("seal to dialler", *self._transcript),
@@ -252,71 +245,10 @@ class _Handshake:
         return Established(leg, self._version, identity, body["started"], self._detour, keys)
 
 
-_REFUSALS: dict[str, type[HixlError]] = {
-    kind.code: kind for kind in (AuthenticationError, ProtocolError, InvalidArgumentError, BusyError, ConnectError)
-}
-
-
-def refusal(error: HixlError) -> bytes:
-    """The message that tells the dialler why it was refused."""
-    code = error.code if error.code in _REFUSALS else ConnectError.code
-    return codec.encode("refuse", {"code": code, "text": _printable(str(error))}, codec.HANDSHAKE_LIMIT)
-
-
-def connection_of(raw: bytes) -> str:
-    """Which handshake a message on the Unix leg belongs to.
-
-    :raises ProtocolError: if it is no such message.
-    """
-    return _text(_decode(raw, "prove"), "connection", _HEX32)
-
-
-def _raise_refusal(raw: bytes) -> None:
-    message = codec.decode(raw, codec.HANDSHAKE_LIMIT)
-    if message.kind != "refuse":
-        return
-    text = message.body.get("text")
-    kind = _REFUSALS.get(str(message.body.get("code")), ConnectError)
-    raise kind(f"refused: {_printable(text) if isinstance(text, str) else 'no reason given'}")
-
-
-def _decode(raw: bytes, kind: str) -> dict[str, Any]:
-    message = codec.decode(raw, codec.HANDSHAKE_LIMIT)
-    if message.kind != kind:
-        raise ProtocolError(f"expected a {kind!r}, not a {message.kind!r}")
-    if codec.encode(*message) != raw:
-        raise ProtocolError(f"the {kind!r} is not in its canonical spelling")
-    return message.body
-
-
-def _text(body: Mapping[str, Any], field: str, pattern: re.Pattern[str]) -> str:
-    value = body.get(field)
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise ProtocolError(f"a message of the handshake lacks a valid {field!r}")
-    return value
-
-
-def _socket_name(body: Mapping[str, Any]) -> RendezvousName:
-    kind, token = _text(body, "socket", _SOCKET).split(":")
-    return RendezvousName("abstract" if kind == "abstract" else "directory", token)
-
-
-def _identity(value: object) -> Identity:
-    if not isinstance(value, dict) or value.keys() != set(Identity._fields) or not isinstance(value["drivers"], list):
-        raise ProtocolError("a message of the handshake lacks a valid 'identity'")
-    identity = Identity(**{**value, "drivers": tuple(value["drivers"])})
-    if problem := identity.problem():
-        raise ProtocolError(f"the identity of the other side is not valid: {problem}")
-    return identity
-
-
-def _same(ours: str, theirs: str) -> bool:
+def same(ours: str, theirs: str) -> bool:
+    """True if two fingerprints are known and equal."""
     return bool(ours) and ours == theirs
 
 
 def _versions(oldest: int, newest: int) -> str:
     return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text[:500])

@@ -31,13 +31,15 @@ class Identity(NamedTuple):
             ("domain", self.domain, 0, 128),
             ("address", self.address, 0, 300),
         ):
-            # No control characters: these strings end up in logs and messages.
-            if not isinstance(text, str) or not least <= len(text) <= most or not (text.isprintable() or not text):
-                return f"{field} must be {least} to {most} printable characters"
+            if not _short(text, least, most):
+                return f"{field} must be {least} to {most} bytes of printable UTF-8"
         if not isinstance(self.incarnation, str) or not _HEX32.fullmatch(self.incarnation):
             return "incarnation must be 32 hexadecimal digits"
-        if len(self.drivers) > 16 or not all(
-            isinstance(driver, str) and 1 <= len(driver) <= 32 and driver.isprintable() for driver in self.drivers
-        ):
-            return "drivers must be at most 16 names of 1 to 32 printable characters"
+        if len(self.drivers) > 16 or not all(_short(driver, 1, 32) for driver in self.drivers):
+            return "drivers must be at most 16 names of 1 to 32 bytes of printable UTF-8"
         return None
+
+
+def _short(text: object, least: int, most: int) -> bool:
+    # No control characters, since these strings end up in logs; isprintable() excludes lone surrogates, too.
+    return isinstance(text, str) and text.isprintable() and least <= len(text.encode()) <= most

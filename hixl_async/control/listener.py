@@ -18,8 +18,10 @@ from .answer import Answer, refuse
 from .channel import UnixChannel
 from .connection import Connection
 from .door import Door
-from .handshake import Identity, Secret, connection_of
+from .fields import connection_of
+from .identity import Identity
 from .rendezvous import Rendezvous, Scope
+from .secret import Secret
 
 __all__ = ["Listener"]
 

@@ -93,7 +93,10 @@ class Blocks:
         return self._stream
 
     async def fenced(self) -> None:
-        """Waits until no peer can write these blocks any more, whatever the stream's outcome was; it may never come."""
+        """Waits until no peer can write these blocks any more, whatever the stream's outcome was; it may never come.
+
+        :raises ClosedError: if the pool is closed before.
+        """
         if self._stream is not None:
             await self._stream.fenced()
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
-import secrets
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import TracebackType
@@ -17,22 +16,22 @@ from ..errors import (
     BusyError,
     ClosedError,
     InvalidArgumentError,
-    ProtocolError,
     RangeError,
     TicketError,
     WrongLoopError,
 )
 from ..types import Access, AccessLike
 from .blocks import Blocks, Reservation
+from .exchange import Exchange
 from .layout import Layout
 from .ledger import BlockState, Ledger, Request
-from .protocol import Abort, Open, Ticket, parse, service
-from .push import WORD, PushStream
+from .protocol import WORD, Ticket
+from .push import PushStream
 from .ready import ReadyPoller
-from .stream import LayerStream
 
 if TYPE_CHECKING:
     from .. import Engine, Peer, Region
+    from .stream import LayerStream
 
 __all__ = ["Pool", "PoolStatistics"]
 
@@ -90,12 +89,8 @@ class Pool:
         self._ledger = Ledger(blocks, order)
         self._waiting: dict[Request, asyncio.Future[None]] = {}
         self._lent: set[Blocks] = set()  # reserved or in quarantine
-        self._incoming: dict[str, LayerStream] = {}
-        self._outgoing: dict[str, PushStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._poller = ReadyPoller(engine.loop)
-        # Never the same twice in a slot, and not to be guessed; small enough for JSON readers that know doubles only.
-        self._generations = itertools.count(1 + secrets.randbits(48))
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         #: The region that holds the blocks.
@@ -107,7 +102,8 @@ class Pool:
                 f"{name}.signals", blocks * layout.layers * WORD, access="write", grant=grant
             )
             self._words = memoryview(self._signals).cast("B").cast("Q")
-        engine.serve(service(name), self._on_message)
+        self._exchange = Exchange(self)
+        engine.on_close(_closer(weakref.ref(self)))
 
     def __repr__(self) -> str:
         return f"<Pool {self.name!r} of {self.blocks} blocks, {self.statistics()}>"
@@ -225,7 +221,7 @@ class Pool:
         if not timeout > 0:
             raise InvalidArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
         parsed = Ticket.parse(ticket)
-        if parsed.incarnation != str(peer.identity.incarnation):
+        if parsed.incarnation != peer.identity.incarnation:
             raise TicketError(
                 f"the ticket was issued by engine {parsed.engine!r}, which is not, or no longer, peer {peer.name!r}",
                 peer=peer.name,
@@ -236,66 +232,7 @@ class Pool:
         self._check_usable()
         if self._words is None:
             raise AccessError(f"pool {self.name!r} was made with an access that lets no peer write; use access='write'")
-        # A block is in one reservation at a time, and with it the words that bear its number.
-        slot, layers = blocks.ids[0], self.layout.layers
-        ticket = Ticket(
-            id=secrets.token_urlsafe(16),
-            address=str(self.engine.address or ""),
-            engine=self.engine.name,
-            incarnation=str(self.engine.identity.incarnation),
-            pool=self.name,
-            signals=f"{self.name}.signals",
-            pool_blocks=self.blocks,
-            layers=layers,
-            blocks=blocks.ids,
-            slot=slot,
-            generation=next(self._generations),
-            layout=self.layout.fingerprint(),
-        )
-        words = self._words[slot * layers : (slot + 1) * layers]
-        stream = self._incoming[ticket.id] = LayerStream(blocks, ticket, words, ttl, stall, deadline)
-        return stream
-
-    def _on_message(self, peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
-        # Answers at once, so that messages of one peer are handled in their order.
-        message = parse(body)
-        if isinstance(message, Abort):
-            outgoing = self._outgoing.get(message.id)
-            if outgoing is not None:
-                outgoing._on_abort(peer, message)
-            return {}
-        incoming = self._incoming.get(message.id)
-        if incoming is None:
-            raise TicketError("this ticket is unknown here: it was used, has expired, or its blocks were given back")
-        if isinstance(message, Open):
-            incoming._open(peer, message, self._mismatch(message))
-            return {}
-        return incoming._end(peer, message).body()
-
-    def _mismatch(self, message: Open) -> str | None:
-        try:
-            theirs = Layout.from_fields(message.layout)
-        except InvalidArgumentError as error:
-            raise ProtocolError(f"the producer's layout is malformed: {error}") from None
-        fields = self.layout.mismatch(theirs)
-        if not fields:
-            return None
-        listed = ", ".join(
-            f"{field} ({getattr(self.layout, field)!r} and {getattr(theirs, field)!r})" for field in fields
-        )
-        return f"the KV layouts of consumer and producer differ in {listed}"
-
-    def _add_outgoing(self, stream: PushStream) -> None:
-        self._check_usable()
-        if stream.ticket.id in self._outgoing:
-            raise TicketError("this ticket is in use here by another stream")
-        self._outgoing[stream.ticket.id] = stream
-
-    def _forget_outgoing(self, stream: PushStream) -> None:
-        self._outgoing.pop(stream.ticket.id, None)
-
-    def _forget_incoming(self, stream: LayerStream) -> None:
-        self._incoming.pop(stream.ticket.id, None)
+        return self._exchange.grant(blocks, self._words, ttl, stall, deadline)
 
     # ---- life ----
 
@@ -323,28 +260,36 @@ class Pool:
         :param timeout: seconds to wait for the peers of open streams; after that the regions are closed without them,
             and the engine sees to it that what they still write reaches nobody.
         """
+        self._refuse_work()
         if self._closing is None:
-            self._closed = True
             self._closing = self.engine.loop.create_task(self._close(timeout))
         await asyncio.shield(self._closing)
 
-    async def _close(self, timeout: float) -> None:
+    def _refuse_work(self) -> None:
+        """Lets nobody in, and tells everybody who is."""
+        if self._closed:
+            return
+        self._closed = True
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ClosedError(f"pool {self.name!r} was closed"))
-        incoming, outgoing = list(self._incoming.values()), list(self._outgoing.values())
-        for stream in incoming:
+        for stream in list(self._exchange.incoming.values()):
             stream._leave("the consumer closed its pool")
-        for push in outgoing:
+        for push in list(self._exchange.outgoing.values()):
             push._stop("the producer closed its pool")
+
+    async def _close(self, timeout: float) -> None:
+        incoming, outgoing = list(self._exchange.incoming.values()), list(self._exchange.outgoing.values())
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await asyncio.gather(*(stream._ended() for stream in incoming), *(push._ended() for push in outgoing))
+        for stream in incoming:
+            stream._cut()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.engine.unserve(service(self.name))
+        self._exchange.close()
         for blocks in list(self._lent):
             self._free(blocks)
         if self._words is not None:
@@ -360,3 +305,13 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _closer(pool: weakref.ref[Pool]) -> Callable[[], None]:
+    """Ends a pool that is still open when its engine closes, without keeping pools alive that are not."""
+
+    def close() -> None:
+        if (alive := pool()) is not None:
+            alive._refuse_work()
+
+    return close

@@ -33,9 +33,11 @@ from ..errors import (
 if TYPE_CHECKING:
     from .. import Peer
 
-__all__ = ["Abort", "End", "Open", "Outcome", "Ticket", "Verdict", "parse", "service"]
+__all__ = ["WORD", "Abort", "End", "Open", "Outcome", "Ticket", "Verdict", "parse", "service"]
 
 VERSION = 1
+#: Bytes of a layer's signal word.
+WORD = 8
 #: Reasons are for people; longer ones are cut, so that no message outgrows the control connection's frames.
 REASON_CHARACTERS = 400
 #: Signal values fit into what every JSON reader keeps exactly.

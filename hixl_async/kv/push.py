@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import hixl_async
+from typing import TYPE_CHECKING, Any
 
 from ..errors import (
     ClosedError,
@@ -26,24 +22,17 @@ from ..errors import (
 )
 from ..types import Ready
 from .blocks import Blocks, LayerBlocks
-from .protocol import Abort, End, Open, Outcome, Ticket, Verdict, service
+from .flights import Flights
+from .protocol import WORD, Abort, End, Open, Outcome, Ticket, Verdict, service
 from .ready import predicate
 from .states import ProducerState
 from .waiting import Waiters
 
 if TYPE_CHECKING:
-    from .. import Peer, RemoteRegion, Transfer
+    from .. import Peer, RemoteRegion
     from .pool import Pool
 
 __all__ = ["PushStream"]
-
-WORD = 8  # bytes of a signal
-
-
-class _Push(NamedTuple):
-    layer: int
-    ids: tuple[int, ...]
-    question: Callable[[], Any] | None
 
 
 class PushStream:
@@ -58,24 +47,18 @@ class PushStream:
         self.ticket = ticket
         self.peer = peer
         self._pool = pool
-        self._engine = pool.engine
         self._loop = pool.engine.loop
         self._loop_thread = threading.get_ident()
         self._timeout = timeout
         self._waiters = Waiters(self._loop)
         self._cause: BaseException | None = None
-        self._remote: RemoteRegion | None = None
-        self._signals: RemoteRegion | None = None
-        self._transfers: dict[int, Transfer] = {}
         self._conclusion: asyncio.Task[None] | None = None
         self._begun = self._opened = False
         self._stopped = self._drained = self._gave_up = False
         # Shared with the threads that push.
         self._lock = threading.Lock()
         self._state = ProducerState(ticket.layers)
-        self._queue: deque[_Push] = deque()
-        self._sources: dict[Blocks, None] = {}
-        self._woken = False
+        self._flights = Flights(pool, ticket, self._state, self._lock, self._advance, self._fail)
 
     def __repr__(self) -> str:
         state = self._state
@@ -111,18 +94,13 @@ class PushStream:
             if not self._opened:
                 raise ClosedError("the stream is not open: enter it with `async with`, or await it, before pushing")
             self._state.check(layer)
-            blocks = self._check_source(layer, source)
-            if blocks not in self._sources:
-                blocks._hold()
-                self._sources[blocks] = None
+            wake = self._flights.add(layer, self._check_source(layer, source), question)
             self._state.push(layer)
-            self._queue.append(_Push(layer, blocks.ids, question))
-            wake, self._woken = not self._woken, True
         if threading.get_ident() == self._loop_thread:
-            self._pump()
+            self._flights.pump()
         elif wake:
             try:
-                self._loop.call_soon_threadsafe(self._pump)
+                self._loop.call_soon_threadsafe(self._flights.pump)
             except RuntimeError as error:
                 raise ClosedError("the engine's event loop is closed") from error
 
@@ -172,7 +150,8 @@ class PushStream:
             raise ClosedError("a stream is opened once")
         self._begun = True
         # Known here before the consumer knows: its abort may be on the way before our request has returned.
-        self._pool._add_outgoing(self)
+        self._pool._check_usable()
+        self._pool._exchange.add_outgoing(self)
         self.peer.add_lost_callback(self._on_lost)
         granted = False
         try:
@@ -183,9 +162,10 @@ class PushStream:
                 except StreamError:
                     granted = False
                     raise
-                self._remote = await self.peer.region(self.ticket.pool)
-                self._signals = await self.peer.region(self.ticket.signals)
-                self._check_remote()
+                remote = await self.peer.region(self.ticket.pool)
+                signals = await self.peer.region(self.ticket.signals)
+                self._check_sizes(remote, signals)
+                self._flights.remote, self._flights.signals = remote, signals
         except BaseException as error:
             if granted:
                 # Follows the request on the same connection, so that it is right in either case.
@@ -215,15 +195,13 @@ class PushStream:
         except InvalidArgumentError:  # nobody serves that name
             raise TicketError("the pool of this ticket is closed", peer=self.peer.name) from None
 
-    def _check_remote(self) -> None:
-        assert self._remote is not None
-        assert self._signals is not None
+    def _check_sizes(self, remote: RemoteRegion, signals: RemoteRegion) -> None:
         pool_bytes = self._pool.layout.pool_bytes(self.ticket.pool_blocks)
         signal_bytes = self.ticket.pool_blocks * self.ticket.layers * WORD
-        if self._remote.size != pool_bytes or self._signals.size != signal_bytes:
+        if remote.size != pool_bytes or signals.size != signal_bytes:
             raise TicketError(
-                f"the ticket speaks of {pool_bytes} and {signal_bytes} bytes, but the regions {self._remote.name!r} "
-                f"and {self._signals.name!r} have {self._remote.size} and {self._signals.size}",
+                f"the ticket speaks of {pool_bytes} and {signal_bytes} bytes, but the regions {remote.name!r} "
+                f"and {signals.name!r} have {remote.size} and {signals.size}",
                 peer=self.peer.name,
             )
 
@@ -244,61 +222,7 @@ class PushStream:
             )
         return source.blocks
 
-    # ---- pushing ----
-
-    def _pump(self) -> None:
-        """Starts what is ready, in order."""
-        if not self._look():
-            self._pool._poller.watch(self._look)
-
-    def _look(self) -> bool:
-        """Starts what is ready; answers whether nothing is left to wait for."""
-        while True:
-            with self._lock:
-                self._woken = False
-                if not self._queue or self._state.stopping is not None:
-                    return True
-                push = self._queue[0]
-            try:
-                if push.question is not None and not push.question():
-                    return False
-                with self._lock:
-                    # The question may itself have pushed, or ended the stream.
-                    if not self._queue or self._queue[0] is not push or not self._state.start(push.layer):
-                        continue
-                    self._queue.popleft()
-                self._start(push)
-            except Exception as error:
-                self._state.release(push.layer)
-                self._fail(f"layer {push.layer} could not be pushed: {type(error).__name__}: {error}", error)
-                return True
-
-    def _start(self, push: _Push) -> None:
-        assert self._remote is not None
-        assert self._signals is not None
-        ticket = self.ticket
-        target = ticket.blocks[: len(push.ids)]
-        rows = self._pool.layout.rows(push.layer, push.ids, target, self._pool.blocks, ticket.pool_blocks)
-        batch = hixl_async.Batch("write", self._pool.region, self._remote, rows)
-        word = WORD * (ticket.slot * ticket.layers + push.layer)
-        transfer = self._engine.submit(batch, signal=(self._signals[word : word + WORD], ticket.generation))
-        self._transfers[push.layer] = transfer
-        if transfer.done():
-            self._on_done(push.layer, transfer)
-        else:
-            transfer.add_done_callback(partial(self._on_done, push.layer))
-
     # ---- events ----
-
-    def _on_done(self, layer: int, transfer: Transfer) -> None:
-        if transfer.cancelled():
-            self._fail(f"the transfer of layer {layer} was cancelled", None)
-        elif (error := transfer.exception()) is not None:
-            self._fail(f"the transfer of layer {layer} failed: {error}", error)
-        else:
-            with self._lock:
-                self._state.land(layer)
-            self._advance()
 
     def _on_abort(self, peer: Peer, message: Abort) -> None:
         if peer is self.peer:
@@ -335,11 +259,7 @@ class PushStream:
         state = self._state
         if state.stopping is not None and not self._stopped:
             self._stopped = True
-            self._pool._poller.forget(self._look)
-            with self._lock:
-                self._queue.clear()
-            for transfer in self._transfers.values():
-                transfer.cancel()
+            self._flights.cancel()
         # While opening, `_open` itself comes here once the consumer has answered.
         if state.concluding and self._conclusion is None and self._opened:
             self._conclusion = self._pool._spawn(self._conclude())
@@ -350,13 +270,7 @@ class PushStream:
         """Waits until nothing flies, then tells the consumer, which says how the stream ended."""
         patience = self._loop.call_later(self._timeout, self._give_up)
         try:
-            for layer, transfer in list(self._transfers.items()):
-                await transfer.drained()
-                self._state.release(layer)
-            with self._lock:
-                sources, self._sources = list(self._sources), {}
-            for blocks in sources:
-                blocks._unhold()
+            await self._flights.drained()
             if self._state.outcome is None or self._state.outcome.verdict is not Verdict.LOST:
                 await self._say_end()
         finally:
@@ -407,4 +321,4 @@ class PushStream:
 
     def _forget(self) -> None:
         self.peer.remove_lost_callback(self._on_lost)
-        self._pool._forget_outgoing(self)
+        self._pool._exchange.forget_outgoing(self)

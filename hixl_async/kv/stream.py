@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..errors import BusyError, HixlError, RangeError, TicketError
+from ..errors import BusyError, ClosedError, HixlError, RangeError, TicketError
 from .protocol import Abort, End, Open, Outcome, Ticket, Verdict, service
 from .states import ConsumerState
 from .waiting import Waiters
@@ -123,14 +123,25 @@ class LayerStream:
         return self._state.outcome
 
     async def fenced(self) -> None:
-        """Waits until no peer can write the blocks any more, whatever the outcome; it may never come."""
+        """Waits until no peer can write the blocks any more, whatever the outcome; it may never come.
+
+        :raises ClosedError: if the pool is closed before.
+        """
         while not self._state.fenced:
+            if self._state.ended and self._pool.closed:
+                raise ClosedError("the pool was closed before the producer could no longer write the blocks")
             await self._waiters.wait(FENCE)
 
     async def _ended(self) -> None:
         """Waits until the producer has nothing more to say."""
         while not self._state.ended:
             await self._waiters.wait(END)
+
+    def _cut(self) -> None:
+        """The pool waits for the producer no longer."""
+        self._state.ended = True
+        self._settle()
+        self._waiters.wake(FENCE)
 
     # ---- what the pool forwards from the producer ----
 
@@ -191,9 +202,12 @@ class LayerStream:
         assert self._peer is not None
         # If the engine closes first the blocks stay in quarantine until the pool is closed.
         with suppress(HixlError):
-            await self._peer.fenced()
-            self._state.fence()
-            self._settle()
+            try:
+                await self._peer.fenced()
+                self._state.fence()
+                self._settle()
+            finally:
+                self._waiters.wake(FENCE)
 
     def _check_stall(self) -> None:
         self._scan()  # this timer may be late, and the words newer than it
@@ -239,7 +253,7 @@ class LayerStream:
         if state.ended:
             if self._peer is not None:
                 self._peer.remove_lost_callback(self._on_lost)
-            self._pool._forget_incoming(self)
+            self._pool._exchange.forget_incoming(self)
             self._waiters.wake(END)
 
     # ---- small helpers ----

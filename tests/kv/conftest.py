@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import hixl_async
 import pytest
 
+import hixl_async
 from hixl_async.kv import Layout, Pool
 
 from . import fake_engine
@@ -65,8 +65,8 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     for pool in (source, target):
         free, reserved, quarantined, waiting = pool.statistics()
         assert (free, reserved, quarantined, waiting) == (pool.blocks, 0, 0, 0)
-        assert not pool._incoming
-        assert not pool._outgoing
+        assert not pool._exchange.incoming
+        assert not pool._exchange.outgoing
         assert not pool._tasks
     assert not to_d.losses
     assert not to_p.losses

@@ -1,8 +1,8 @@
-"""Engines without a driver or a socket: the public surface that `hixl_async.kv` uses, in one process, under the test's control.
+"""Engines without a driver or a socket: the public surface that `hixl_async.kv` uses, under the test's control.
 
-What a real engine decides by itself is decided here by the test: when a flight lands, is released or fails, when messages are
-delivered, when a peer is lost and whether it is dead.  Use it where the order of events is the point; everything else is
-tested on the real engine.
+What a real engine decides by itself is decided here by the test: when a flight lands, is released or fails, when
+messages are delivered, when a peer is lost and whether it is dead.  It is for tests where the order of events is the
+point; everything else is tested on the real engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Batch:
 
 
 class Transfer(asyncio.Future):
-    """One flight: `write` moves its bytes, `land` also its signal, `release` ends it.  Cancelling stops none of that."""
+    """One flight: `write` moves its bytes, `land` also its signal, `release` ends it.  Cancelling stops nothing."""
 
     def __init__(self, engine: Engine, batch: Batch, signal: tuple[tuple[RemoteRegion, int], int]) -> None:
         super().__init__(loop=engine.loop)
@@ -199,17 +199,24 @@ class Peer:
                 future.set_result(body)
 
 
+class _Callbacks(list[Callable[[], None]]):
+    __call__ = list.append
+
+
 class Engine:
     """An engine whose flights land at once, unless `hold` is set."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.get_running_loop()
         self.name, self.address = name, f"{name}:1"
-        self.identity = SimpleNamespace(incarnation=f"{name}-{next(_numbers)}")
+        self.incarnation = f"{name}-{next(_numbers)}"
+        self.identity = SimpleNamespace(incarnation=self.incarnation)
+        self.on_close = self.close_callbacks = _Callbacks()
         self.regions: dict[str, Region] = {}
         self.handlers: dict[str, Callable[[Peer, dict[str, Any]], dict[str, Any]]] = {}
         self.hold = False
         self.flights: list[Transfer] = []
+        self.took_off = asyncio.Event()
 
     def allocate(self, name: str, size: int, *, access: str = "none", grant: Any = None) -> Region:
         if name in self.regions and not self.regions[name].closed:
@@ -231,10 +238,17 @@ class Engine:
             raise ClosedError("region closed")
         transfer = Transfer(self, batch, signal)
         self.flights.append(transfer)
+        self.took_off.set()
         if not self.hold:
             transfer.land()
             transfer.release()
         return transfer
+
+    async def reaches(self, flights: int) -> None:
+        """Waits until so many flights have started."""
+        while len(self.flights) < flights:
+            self.took_off.clear()
+            await self.took_off.wait()
 
 
 def connect(one: Engine, two: Engine) -> tuple[Peer, Peer]:

@@ -43,7 +43,16 @@ def test_shape_is_the_pool() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [("bf16", 2), ("torch.float16", 2), ("float32", 4), ("int8", 1), ("fp8_e4m3", 1), ("float8_e5m2", 1), (4, 4), (3, 3)],
+    [
+        ("bf16", 2),
+        ("torch.float16", 2),
+        ("float32", 4),
+        ("int8", 1),
+        ("fp8_e4m3", 1),
+        ("float8_e5m2", 1),
+        (4, 4),
+        (3, 3),
+    ],
 )
 def test_dtypes(dtype: str | int, size: int) -> None:
     assert Layout(1, 1, 1, dtype, 1).block_bytes == size
@@ -99,7 +108,9 @@ def test_numpy_is_never_imported() -> None:
 
 @st.composite
 def _copies(draw: st.DrawFn) -> tuple[Layout, int, list[int], list[int], int, int]:
-    shape = Layout(draw(st.integers(1, 3)), draw(st.integers(1, 2)), 1, draw(st.integers(1, 3)), draw(st.integers(1, 2)))
+    shape = Layout(
+        draw(st.integers(1, 3)), draw(st.integers(1, 2)), 1, draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    )
     sources, targets = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     count = draw(st.integers(1, min(sources, targets)))
     choose = [draw(st.permutations(range(size)))[:count] for size in (sources, targets)]

@@ -196,7 +196,7 @@ async def test_leaving_revokes_an_unopened_ticket(pair: Pair) -> None:
 async def test_b8_a_ticket_that_nobody_opens_expires(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks:
         ticket = blocks.ticket(ttl=0.01)
-        with pytest.raises(TransferTimeoutError, match="no producer opened the ticket within 0.01 s"):
+        with pytest.raises(TransferTimeoutError, match="no producer opened the ticket"):
             await blocks.stream().finished()
         with pytest.raises(TicketError):
             await pair.source.open_stream(pair.to_d, ticket)
@@ -249,12 +249,24 @@ async def test_b13_a_ticket_of_an_earlier_incarnation(pair: Pair) -> None:
 
 
 async def test_nonsense_messages_are_refused(pair: Pair) -> None:
-    for body in ({}, {"say": 1}, {"say": "sing"}, {"say": "open"}, {"say": "end", "id": "x", "complete": 1, "reason": ""}):
+    for body in (
+        {},
+        {"say": 1},
+        {"say": "sing"},
+        {"say": "open"},
+        {"say": "end", "id": "x", "complete": 1, "reason": ""},
+    ):
         with pytest.raises(ProtocolError):
             await pair.to_d.request("kv/kv", body)
     async with pair.target.reserve(blocks=1) as blocks:
         ticket = blocks.ticket()
-        body = {"say": "open", "id": ticket["id"], "generation": ticket["generation"], "pool": "x", "layout": {"layers": 1}}
+        body = {
+            "say": "open",
+            "id": ticket["id"],
+            "generation": ticket["generation"],
+            "pool": "x",
+            "layout": {"layers": 1},
+        }
         with pytest.raises(ProtocolError, match="malformed"):
             await pair.to_d.request("kv/kv", body)
         with pytest.raises(TicketError, match="another peer"):

@@ -26,6 +26,8 @@
 #endif
 #define SHM_TMPFS_MAGIC 0x01021994
 
+enum { ASK_ABOVE = 16 << 20 };         /* bytes of a segment from which on it is worth asking whether the machine has them */
+
 static long page_bytes(void) {
     static long bytes;                 /* racing threads store the same value */
     long known = shm_load(&bytes);
@@ -47,9 +49,30 @@ static int status_of(int error) {
     }
 }
 
+/* The number after `key` in a file of the kernel's, in bytes; UINT64_MAX if there is none ("max", or no such file). */
+static uint64_t kernel_number(const char *path, const char *key, uint64_t unit) {
+    char text[2048];
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return UINT64_MAX;
+    const ssize_t got = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (got <= 0) return UINT64_MAX;
+    text[got] = '\0';
+    const char *at = strstr(text, key);
+    unsigned long long value;
+    return at != NULL && sscanf(at + strlen(key), "%llu", &value) == 1 ? (uint64_t)value * unit : UINT64_MAX;
+}
+
+/* fallocate does not say no to more than the machine has: it takes until somebody is killed for it. */
+static int fits(uint64_t bytes) {
+    const uint64_t free = kernel_number("/proc/meminfo", "MemAvailable:", 1024), swap = kernel_number("/proc/meminfo", "SwapFree:", 1024);
+    if (free != UINT64_MAX && bytes > free + (swap != UINT64_MAX ? swap : 0)) return 0;
+    return bytes <= kernel_number("/sys/fs/cgroup/memory.max", "", 1);
+}
+
 /* A memfd of whole pages, not sealed yet.  Answers 0 or a negative hxa_status. */
 int shm_segment_create(const char *name, uint64_t bytes, int *fd) {
-    if (bytes == 0 || bytes > (uint64_t)INT64_MAX) return -HXA_E_NOMEM;
+    if (bytes == 0 || bytes > (uint64_t)INT64_MAX || (bytes > ASK_ABOVE && !fits(bytes))) return -HXA_E_NOMEM;
     int made = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
     if (made < 0 && errno == EINVAL) made = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);      /* before Linux 6.3 */
     if (made < 0) return status_of(errno);

@@ -1,4 +1,19 @@
-class ClientHandshake(_Handshake):
+"""The handshake as the dialling side sees it."""
+
+from __future__ import annotations
+
+from ..errors import AuthenticationError, HixlError, ProtocolError
+from . import fields
+from .handshake import HOW_TO_SHARE_A_SECRET, Action, Handshake, Leg, OpenUnix, Send, Sight, State, same
+from .identity import Identity
+from .process import Credentials
+from .refusal import raise_if_refusal
+from .secret import Secret
+
+__all__ = ["DiallerHandshake"]
+
+
+class DiallerHandshake(Handshake):
     """The dialling side."""
 
     _role = "dialler"
@@ -11,8 +26,8 @@ class ClientHandshake(_Handshake):
 
     def start(self) -> list[Action]:
         """The first message."""
-        self._expect(_State.NEW)
-        self._state = _State.HELLO
+        self._expect(State.NEW)
+        self._state = State.HELLO
         hello = self._own_hello()
         self._transcript.append(hello)
         return [Send(Leg.TCP, hello)]
@@ -25,13 +40,13 @@ class ClientHandshake(_Handshake):
         :raises InvalidArgumentError: if the other side is ourselves.
         :raises ConnectError: if the other side refuses for another reason.
         """
-        self._expect(_State.HELLO, _State.PROVED)
+        self._expect(State.HELLO, State.PROVED)
         try:
-            _raise_refusal(raw)
-            if self._state is _State.HELLO and leg is Leg.TCP:
+            raise_if_refusal(raw)
+            if self._state is State.HELLO and leg is Leg.TCP:
                 return self._received_hello(raw)
-            if self._state is _State.PROVED and leg is self._leg:
-                body = _decode(raw, "welcome")
+            if self._state is State.PROVED and leg is self._leg:
+                body = fields.body_of(raw, "welcome")
                 identity = self._take_proof(leg, raw, body)
                 return [self._established(leg, identity, body)]
             raise ProtocolError("a message came on the wrong leg")
@@ -43,10 +58,10 @@ class ClientHandshake(_Handshake):
 
         :raises AuthenticationError: if there is no secret, and that process is not known to be our own user's.
         """
-        self._expect(_State.OPENING)
+        self._expect(State.OPENING)
         if not self._secret and (objection := self._sight.user.objection(credentials)):
             raise self._fail(
-                AuthenticationError(f"the listener is not the same user: {objection}; {_HOW_TO_SHARE_A_SECRET}")
+                AuthenticationError(f"the listener is not the same user: {objection}; {HOW_TO_SHARE_A_SECRET}")
             )
         return self._send_proof(Leg.UNIX)
 
@@ -55,20 +70,20 @@ class ClientHandshake(_Handshake):
 
         :raises AuthenticationError: if there is no secret, so that nothing else is left.
         """
-        self._expect(_State.OPENING)
+        self._expect(State.OPENING)
         return self._without_unix(f"its Unix socket could not be reached: {reason}")
 
     def _received_hello(self, raw: bytes) -> list[Action]:
         body = self._take_hello(raw)
-        self._connection_id = _text(body, "connection", _HEX32)
-        name = _socket_name(body)
+        self._connection_id = fields.text(body, "connection", fields.HEX32)
+        name = fields.socket(body)
         self._transcript.append(raw)
         scope = self._sight.scope
-        if name.kind == "abstract" and not _same(scope.network, body["network"]):
+        if name.kind == "abstract" and not same(scope.network, body["network"]):
             return self._without_unix("the two sides are on different hosts, or in different network namespaces")
-        if name.kind == "directory" and not _same(scope.directory, body["directory"]):
+        if name.kind == "directory" and not same(scope.directory, body["directory"]):
             return self._without_unix("the two sides do not share one unix_dir=")
-        self._state = _State.OPENING
+        self._state = State.OPENING
         return [OpenUnix(name)]
 
     def _without_unix(self, reason: str) -> list[Action]:
@@ -78,7 +93,7 @@ class ClientHandshake(_Handshake):
         return self._send_proof(Leg.TCP)
 
     def _send_proof(self, leg: Leg) -> list[Action]:
-        self._state = _State.PROVED
+        self._state = State.PROVED
         self._leg = leg
         body = {"connection": self._connection_id, "tcp_path": self._sight.tcp_path}
         return [Send(leg, self._prove("prove", leg, body))]

@@ -1,4 +1,21 @@
-class ServerHandshake(_Handshake):
+"""The handshake as the listening side sees it."""
+
+from __future__ import annotations
+
+import secrets
+
+from ..errors import AuthenticationError, HixlError, ProtocolError
+from . import fields
+from .handshake import HOW_TO_SHARE_A_SECRET, Action, Handshake, Leg, Send, Sight, State, same
+from .identity import Identity
+from .process import Credentials
+from .rendezvous import RendezvousName
+from .secret import Secret
+
+__all__ = ["ListenerHandshake"]
+
+
+class ListenerHandshake(Handshake):
     """The listening side."""
 
     _role = "listener"
@@ -20,11 +37,11 @@ class ServerHandshake(_Handshake):
         :raises ProtocolError: if `raw` is no valid message, comes out of turn, or there is no common version.
         :raises InvalidArgumentError: if the other side is ourselves.
         """
-        self._expect(_State.NEW, _State.HELLO)
+        self._expect(State.NEW, State.HELLO)
         try:
-            if self._state is _State.NEW and leg is Leg.TCP:
+            if self._state is State.NEW and leg is Leg.TCP:
                 return self._received_hello(raw)
-            if self._state is _State.HELLO:
+            if self._state is State.HELLO:
                 return self._received_proof(leg, raw, credentials)
             raise ProtocolError("a message came on the wrong leg")
         except HixlError as error:
@@ -32,10 +49,10 @@ class ServerHandshake(_Handshake):
 
     def _received_hello(self, raw: bytes) -> list[Action]:
         body = self._take_hello(raw)
-        self._same_network = _same(self._sight.scope.network, body["network"])
+        self._same_network = same(self._sight.scope.network, body["network"])
         if self._name.kind == "abstract" and not self._same_network:
             self._detour = "the two sides are on different hosts, or in different network namespaces"
-        elif self._name.kind == "directory" and not _same(self._sight.scope.directory, body["directory"]):
+        elif self._name.kind == "directory" and not same(self._sight.scope.directory, body["directory"]):
             self._detour = "the two sides do not share one unix_dir="
         else:
             self._detour = "the dialler did not use it"
@@ -44,12 +61,12 @@ class ServerHandshake(_Handshake):
             raise self._tcp_error()
         hello = self._own_hello(connection=self.connection_id, socket=f"{self._name.kind}:{self._name.token}")
         self._transcript += (raw, hello)
-        self._state = _State.HELLO
+        self._state = State.HELLO
         return [Send(Leg.TCP, hello)]
 
     def _received_proof(self, leg: Leg, raw: bytes, credentials: Credentials | None) -> list[Action]:
-        body = _decode(raw, "prove")
-        if _text(body, "connection", _HEX32) != self.connection_id:
+        body = fields.body_of(raw, "prove")
+        if fields.text(body, "connection", fields.HEX32) != self.connection_id:
             raise ProtocolError("the proof is for another connection")
         if not isinstance(body.get("tcp_path"), str):
             raise ProtocolError("the proof does not name the TCP connection")
@@ -58,8 +75,8 @@ class ServerHandshake(_Handshake):
         identity = self._take_proof(leg, raw, body)
         if not self._secret and self._same_network and body["tcp_path"] != self._sight.tcp_path:
             raise AuthenticationError(
-                f"something relays the TCP connection: the dialler sees {_printable(body['tcp_path'])}, "
-                f"the listener {self._sight.tcp_path}; {_HOW_TO_SHARE_A_SECRET}"
+                f"something relays the TCP connection: the dialler sees {fields.printable(body['tcp_path'])}, "
+                f"the listener {self._sight.tcp_path}; {HOW_TO_SHARE_A_SECRET}"
             )
         if leg is Leg.UNIX:
             self._detour = ""
@@ -70,4 +87,4 @@ class ServerHandshake(_Handshake):
         if leg is Leg.TCP or credentials is None:
             raise self._tcp_error()
         if objection := self._sight.user.objection(credentials):
-            raise AuthenticationError(f"the dialler is not the same user: {objection}; {_HOW_TO_SHARE_A_SECRET}")
+            raise AuthenticationError(f"the dialler is not the same user: {objection}; {HOW_TO_SHARE_A_SECRET}")
