@@ -4,7 +4,9 @@ Switches, all read from the environment:
 
 ``HIXL_ASYNC_DEBUG=1``       assertions, ``-O0 -g`` and Cython line tracing
 ``HIXL_ASYNC_SANITIZE=...``  ``address`` or ``thread``: compile and link everything with that sanitizer
-``HIXL_ASYNC_ANNOTATE=1``    Cython's annotated HTML beside each ``.pyx``
+``HIXL_ASYNC_ANNOTATE=1``    Cython's annotated HTML beside the generated C
+
+Each combination builds in a folder of its own below ``build/``, so that none takes another's objects for its own.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ SANITIZERS = {"": [], "address": ["-fsanitize=address,undefined"], "thread": ["-
 if SANITIZE not in SANITIZERS:
     raise SystemExit(f"HIXL_ASYNC_SANITIZE={SANITIZE!r}: choose 'address' or 'thread', or unset it")
 
+VARIANT = "-".join(["debug" if DEBUG else "release", *filter(None, [SANITIZE])])
 INCLUDE = ["hixl_async/include"]
 HEADERS = sorted(glob("hixl_async/include/*.h"))
 OPTIMISE = ["-O0", "-g", "-DHXA_DEBUG=1"] if DEBUG else ["-O3", "-g1"]
@@ -58,6 +61,7 @@ core = cythonize(
         )
     ],
     annotate=ANNOTATE,
+    build_dir=f"build/{VARIANT}/cython",
     compiler_directives={
         "language_level": 3,
         "boundscheck": DEBUG,
@@ -68,4 +72,9 @@ core = cythonize(
     },
 )
 
-setup(ext_modules=[*core, *(driver(name) for name in ("shm", "faulty") if os.path.exists(f"hixl_async/drivers/_{name}.c"))])
+DRIVERS = ("shm", "faulty")
+
+setup(
+    ext_modules=[*core, *(driver(name) for name in DRIVERS if os.path.exists(f"hixl_async/drivers/_{name}.c"))],
+    options={"build": {"build_base": f"build/{VARIANT}"}},
+)

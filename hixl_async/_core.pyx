@@ -940,8 +940,9 @@ cdef class Driver:
             reason = text.decode("utf-8", "replace") or str(_error(self, -answer, 0, "open", None))
             kind = errors.InvalidArgumentError if -answer == HXA_E_INVALID else errors.DriverError
             raise kind(f"driver {name!r} could not be opened: {reason}")
+        memset(&limits, 0, sizeof(limits))
         self.table.limits(self.instance, &limits)
-        self.capabilities = self.table.caps
+        self.capabilities = limits.caps if limits.caps else self.table.caps
         self.note_limit = limits.note_bytes
         self.descriptor_limit = limits.descriptors
         self.inline_limit = limits.inline_bytes

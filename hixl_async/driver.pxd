@@ -103,6 +103,7 @@ cdef extern from "hxa_driver.h" nogil:
         uint64_t note_bytes
         uint64_t inline_bytes
         uint64_t alignment
+        uint64_t caps
 
     ctypedef struct hxa_stats:
         uint64_t ops_inline

@@ -119,7 +119,8 @@ class Engine(Core):
         self._topics = Topics(self.loop, self.config.notification_limit)
         try:
             for name, options in self.config.drivers.items():
-                self._drivers[name] = Driver(self, drivers.load(name), name, dict(options))
+                capsule, settings = drivers.resolve(name, options)
+                self._drivers[name] = Driver(self, capsule, name, settings)
             self._listener = await Listener.open(
                 self.config.address,
                 self._identity,

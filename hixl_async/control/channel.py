@@ -19,6 +19,7 @@ __all__ = ["MAX_DESCRIPTORS", "Channel", "Packet", "TcpChannel", "UnixChannel", 
 
 #: Most descriptors that one message carries.
 MAX_DESCRIPTORS = 4
+_LEAST_BUFFER = 2 * codec.ESTABLISHED_LIMIT
 _DESCRIPTORS_SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 
 
@@ -76,6 +77,9 @@ class UnixChannel:
         self.limit = codec.HANDSHAKE_LIMIT
         self.sock = sock
         self.buffered = False
+        # A packet is sent whole or, if it would never fit, not at all; most systems allow three times as much.
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < _LEAST_BUFFER:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LEAST_BUFFER)
 
     def fileno(self) -> int:
         return self.sock.fileno()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -10,10 +11,14 @@ from .._core import CAPABILITIES, table_capabilities, table_problem
 from ..errors import DriverLoadError
 from ..types import DriverInfo
 
-__all__ = ["GROUP", "available", "load", "names"]
+__all__ = ["GROUP", "WRAPPER", "available", "load", "names", "resolve"]
 
 #: The entry-point group; a value names a module's capsule, e.g. ``"my_package._fabric:DRIVER"``.
 GROUP = "hixl_async.drivers"
+
+#: The option that names a driver to put around another: ``drivers={"shm": {"wrapper": "faulty", ...}}``.  The wrapped one keeps
+#: its name, by which peers find it, and the other options go to the wrapper.
+WRAPPER = "wrapper"
 
 # Used where the package runs from a source tree and so has no installed entry points.
 _BUILT_IN = {name: EntryPoint(name, f"hixl_async.drivers._{name}:DRIVER", GROUP) for name in ("shm", "faulty")}
@@ -47,6 +52,18 @@ def load(name: str) -> Any:
     if problem is not None:
         raise DriverLoadError(f"driver {name!r} ({entry.value}) cannot be used: {problem}")
     return capsule
+
+
+def resolve(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The table to open for driver `name`, its wrapper's where `options` names one, and the options for it.
+
+    :raises DriverLoadError: as `load`.
+    """
+    rest = dict(options)
+    wrapper = rest.pop(WRAPPER, None)
+    if wrapper is None:
+        return load(name), rest
+    return load(wrapper), {**rest, "driver": load(name)}
 
 
 def available() -> list[DriverInfo]:

@@ -132,6 +132,7 @@ typedef struct hxa_limits {
     uint64_t note_bytes;      /* most of topic + note together */
     uint64_t inline_bytes;    /* batches up to this may finish inside submit */
     uint64_t alignment;       /* of addresses and lengths; 1 = any */
+    uint64_t caps;            /* HXA_CAP_* of this instance; 0 = those of the table (the core clears the struct before) */
 } hxa_limits;
 
 typedef struct hxa_stats {

@@ -120,9 +120,12 @@ class Pool:
 
     def statistics(self) -> PoolStatistics:
         """Where the blocks are now."""
-        ledger = self._ledger
-        counts = (ledger.count(state) for state in (BlockState.FREE, BlockState.RESERVED, BlockState.QUARANTINED))
-        return PoolStatistics(*counts, ledger.waiting)
+        return PoolStatistics(
+            free=self._ledger.count(BlockState.FREE),
+            reserved=self._ledger.count(BlockState.RESERVED),
+            quarantined=self._ledger.count(BlockState.QUARANTINED),
+            waiting=self._ledger.waiting,
+        )
 
     # ---- reservations ----
 

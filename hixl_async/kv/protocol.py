@@ -132,12 +132,19 @@ class Ticket:
                 raise ProtocolError("a ticket is a dict")
             if _field(body, "version", int) != VERSION:
                 raise ProtocolError(f"version {body['version']} is not the {VERSION} that this package speaks")
-            numbers = ("pool_blocks", "layers", "slot", "generation")
-            words = ("id", "address", "engine", "incarnation", "pool", "signals", "layout")
             ticket = cls(
-                **{name: _field(body, name, int) for name in numbers},
-                **{name: _field(body, name, str) for name in words},
+                id=_field(body, "id", str),
+                address=_field(body, "address", str),
+                engine=_field(body, "engine", str),
+                incarnation=_field(body, "incarnation", str),
+                pool=_field(body, "pool", str),
+                signals=_field(body, "signals", str),
+                pool_blocks=_field(body, "pool_blocks", int),
+                layers=_field(body, "layers", int),
                 blocks=tuple(_field(body, "blocks", list)),
+                slot=_field(body, "slot", int),
+                generation=_field(body, "generation", int),
+                layout=_field(body, "layout", str),
             )
             ticket._check()
         except ProtocolError as error:

@@ -19,6 +19,7 @@ from .sides import Host, HostFactory
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     import uvloop
 
+    uvloop.new_event_loop().close()  # opens a pipe for signals, once per process, which is no leak
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 

@@ -10,8 +10,10 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
-from hixl_async.control import Connection, Identity, Listener, dial
-from hixl_async.control import codec
+import pytest
+
+from hixl_async.control import Connection, Identity, Listener, codec, dial, dialler
+from hixl_async.control.rendezvous import Scope
 from hixl_async.errors import HixlError
 from hixl_async.types import Address
 
@@ -170,3 +172,8 @@ def same_file(one: int, other: int) -> bool:
 def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Diallers seem to be on another host from now on."""
+    monkeypatch.setattr(dialler.Scope, "current", classmethod(lambda cls, unix_dir: Scope("e" * 32, "")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(*capabilities): skipped where the driver lacks one of them")
     config.addinivalue_line("markers", "only(driver): about one driver; skipped for others")
+    # A sanitizer starts a thread of its own together with the first other one; it is not a leak of the test that does.
+    first = threading.Thread(target=lambda: None)
+    first.start()
+    first.join()
 
 
 @pytest.fixture(scope="session")

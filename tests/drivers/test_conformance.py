@@ -329,7 +329,7 @@ def test_too_many_descriptors(world: World) -> None:
     if limit > 1 << 17:
         pytest.skip("no limit worth testing")
     refused((vt.INVALID, vt.RANGE), world.left.submit, WRITE, [(world.here, 0, world.remote, 0, 1)] * (limit + 1))
-    world.left.submit(WRITE, [(world.here, 0, world.remote, 0, 1)] * limit).ok(world.left, world.right)
+    world.left.submit(WRITE, [(world.here, i, world.remote, i, 1) for i in range(limit)]).ok(world.left, world.right)
 
 
 @alloc
@@ -471,11 +471,11 @@ def test_note_after_data(world: World, size: int) -> None:
 @pytest.mark.needs("NOTIFY", "ALLOC")
 def test_notes_of_large_and_small_batches_are_all_delivered(world: World) -> None:
     """Copy threads and the loop append to one ring at the same time."""
-    world.make(8 << 20)
+    world.make(60 * 600_000)
     ops = []
     for i in range(60):
         size = 600_000 if i % 3 == 0 else 16
-        ops.append(world.write((i % 8) << 20, (i % 8) << 20, size, note=(b"n", b"%d" % i)))
+        ops.append(world.write(i * 600_000, i * 600_000, size, note=(b"n", b"%d" % i)))
     for op in ops:
         op.ok(world.left, world.right)
     world.right.instance.until(lambda: len(world.right.notes()) == 60, world.left, world.right)
@@ -755,11 +755,11 @@ def test_stop_twice_with_work_in_flight(large: World) -> None:
 def test_other_links_are_not_disturbed(open_instance) -> None:
     a, b = open_instance(), open_instance()
     (first, peer1), (second, peer2) = vt.join(a, b), vt.join(a, b)
-    here, there = a.alloc(32 << 20), b.alloc(32 << 20)
+    here, there, spoilt = a.alloc(48 << 20), b.alloc(48 << 20), b.alloc(48 << 20)
     vt.fill(here.view)
-    one, two = first.imported(there), second.imported(there)
-    doomed = [first.submit(WRITE, [(here, 0, one, 0, 32 << 20)]) for _ in range(3)]
-    kept = [second.submit(WRITE, [(here, 0, two, 0, 32 << 20)]) for _ in range(3)]
+    one, two = first.imported(spoilt), second.imported(there)
+    doomed = [first.submit(WRITE, [(here, i << 24, one, i << 24, 1 << 24)]) for i in range(3)]
+    kept = [second.submit(WRITE, [(here, i << 24, two, i << 24, 1 << 24)]) for i in range(3)]
     first.stop().wait(first)
     for op in kept:
         op.ok(second, peer1, peer2)

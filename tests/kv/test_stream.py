@@ -193,7 +193,7 @@ async def test_wrong_pushes(pair: Pair) -> None:
 
 async def test_leaving_without_all_layers_aborts(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
-        with pytest.raises(StreamAbortedError, match="after 1 of 4 layers"):  # noqa: PT012
+        with pytest.raises(StreamAbortedError, match="after 1 of 4 layers"):
             async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
                 out.push(0, source[0])
         with pytest.raises(StreamAbortedError, match="after 1 of 4 layers"):

@@ -1,0 +1,104 @@
+"""What the processes of the demo say to one another: small records that travel as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class Record:
+    """Travels as the body of a request, or as the bytes of a notification."""
+
+    def body(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self.body()).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes | str) -> Self:
+        return cls(**json.loads(data))
+
+
+@dataclass(frozen=True)
+class Settings(Record):
+    """What a process is told when it is started."""
+
+    router: str
+    """Address of main.py's engine."""
+    driver: str
+    loop: str
+    pool_blocks: int
+    """How many blocks of keys and values its memory can hold."""
+    random_model: bool
+
+
+@dataclass(frozen=True)
+class PrefillRequest(Record):
+    """Router to P: compute the keys and values of a prompt, and bring them to D."""
+
+    run: int
+    prompt: list[int]
+    ticket: dict[str, Any]
+    """D's permission to fill certain blocks of its pool, once."""
+    streamed: bool
+    """Send each layer as soon as it is computed; if not, all of them after the prefill."""
+    bytes_per_second: float | None
+    """The speed of a paced link; None: as fast as the machine goes."""
+
+
+@dataclass(frozen=True)
+class DecodeRequest(Record):
+    """Router to D: decode, with the keys and values that arrive."""
+
+    run: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class GenerateRequest(Record):
+    """Router to the reference: do all of it alone."""
+
+    run: int
+    prompt: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Step(Record):
+    """One run of the model. It ends with the choice of a token."""
+
+    token: int
+    logits: str
+    """A digest of the logits: equal only if all their bits are."""
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class Report(Record):
+    """What a process answers when its part of a run is done."""
+
+    kv: list[str]
+    """For each layer a digest of the prompt's keys and values, in the order of the tokens."""
+    timeline: str
+    """See `Timeline.to_json`."""
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+def tokens_topic(run: int) -> str:
+    """Under this topic the router gets the steps of a run, one by one; an empty notification ends them."""
+    return f"tokens of run {run}"
+
+
+def first_token_topic(run: int) -> str:
+    """Under this topic D gets P's step, which chose the first token."""
+    return f"first token of run {run}"
+
+
+def arrivals_topic(run: int) -> str:
+    """Under this topic the router hears of the layers that have arrived at D, for its progress line."""
+    return f"arrivals of run {run}"

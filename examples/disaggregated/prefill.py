@@ -1,0 +1,85 @@
+"""Process P: computes a prompt's keys and values, and writes them into D's memory while it computes on."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from link import PacedLink
+from messages import PrefillRequest, Report, Step, first_token_topic
+from model import KvMemory, PagedCache
+from timeline import Timeline, Track
+from worker import Worker, kv_digests, start
+
+import hixl_async as hx
+
+
+async def program(worker: Worker) -> None:
+    # access="none": nobody but this process touches the pool, which is only a source of pushes. Blocks are lent in a
+    # random order, another one than D's, so that no run succeeds by the luck of equal block tables.
+    blocks = worker.settings.pool_blocks
+    async with hx.kv.Pool(worker.engine, worker.layout(), blocks=blocks, access="none", shuffle=1) as pool:
+        prefill = Prefill(worker, pool)
+        worker.engine.serve("meet", prefill.meet)
+        worker.engine.serve("prefill", prefill.prefill)
+        await worker.serve_until_router_leaves()
+
+
+class Prefill:
+    """What P does for the router."""
+
+    def __init__(self, worker: Worker, pool: hx.kv.Pool) -> None:
+        self.worker = worker
+        self.engine = worker.engine
+        self.pool = pool
+        # The model computes right in the pool, so what it writes needs no copy before it is sent.
+        self.memory: KvMemory = np.frombuffer(pool.memory, np.float32).reshape(pool.layout.shape(pool.blocks))
+
+    async def meet(self, _router: hx.Peer, body: dict[str, Any]) -> dict[str, Any]:
+        """Connects to D and maps its pool, so that the first request does not wait for it."""
+        decode = await self.engine.connect(body["address"])
+        await decode.region(self.pool.name)
+        return {}
+
+    async def prefill(self, _router: hx.Peer, body: dict[str, Any]) -> dict[str, Any]:
+        """Computes a prompt and sends it to D, layer by layer; the answer comes when D has it all."""
+        request = PrefillRequest(**body)
+        timeline = Timeline()
+        decode = await self.engine.connect(request.ticket["address"])
+        async with self.pool.reserve(tokens=len(request.prompt)) as blocks:
+            cache = PagedCache(self.memory, blocks.ids)
+            layer_bytes = self.pool.layout.layer_bytes(len(blocks.ids))
+            link = PacedLink(request.bytes_per_second) if request.bytes_per_second else None
+            async with self.pool.open_stream(decode, request.ticket) as out:
+
+                def push(layer: int) -> None:
+                    # Called in the thread that computes, between the layer's projections and its attention. It only
+                    # hands the layer over; the event loop moves it while the thread goes on.
+                    timeline.mark("P", "push", f"layer {layer}", layer=layer)
+                    out.push(layer, blocks[layer], ready=link.carry(layer_bytes) if link else None)
+
+                step = await self._compute(request.prompt, cache, timeline, push if request.streamed else None)
+                await self.engine.notify(decode, first_token_topic(request.run), step.to_bytes())
+                if not request.streamed:
+                    for layer in range(self.pool.layout.layers):
+                        push(layer)
+            # Here D has acknowledged every layer.
+            return Report(kv_digests(cache, len(request.prompt)), timeline.to_json(), layer_bytes).body()
+
+    async def _compute(
+        self, prompt: list[int], cache: PagedCache, timeline: Timeline, push: OnLayer | None
+    ) -> Step:
+        done: list[int] = []
+        step = await self.worker.step(
+            prompt, cache, on_layer=push, on_layer_done=lambda _layer: done.append(time.monotonic_ns())
+        )
+        for layer, (began, ended) in enumerate(pairwise([step.start_ns, *done])):
+            timeline.add("P", Track.COMPUTE, f"layer {layer}", began, ended, layer=layer)
+        timeline.add("P", Track.COMPUTE, "logits", done[-1], step.end_ns)
+        return step
+
+
+if __name__ == "__main__":
+    start("P", program)

@@ -1,0 +1,149 @@
+"""What the three processes have in common: an engine, the model, and a life that ends with the router's.
+
+Each process is a program of its own, started by fleet.py. It opens an engine, loads the model, offers its
+services, and then connects to the router (main.py): to be connected means to be ready. When the router leaves
+or dies, for whatever reason, the process ends as well, so none is ever left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import loops
+import numpy as np
+import random_model
+import weights
+from messages import Settings, Step, tokens_topic
+from model import Array, Llama, OnLayer, PagedCache
+
+import hixl_async as hx
+
+BLOCK_TOKENS = 16
+
+
+class Abandoned(Exception):
+    """Ends a computation for which nobody waits any more."""
+
+
+@dataclass
+class Worker:
+    """One process of the demo."""
+
+    settings: Settings
+    engine: hx.Engine
+    model: Llama
+    _leaving: bool = field(default=False, init=False)
+
+    def layout(self) -> hx.kv.Layout:
+        """How hixl_async sees the memory that the model calls ``Config.kv_shape``."""
+        config = self.model.config
+        return hx.kv.Layout(
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype="float32",
+            block_tokens=BLOCK_TOKENS,
+        )
+
+    async def serve_until_router_leaves(self) -> None:
+        """Tells the router that we are ready, and waits until it goes."""
+        router = await self.engine.connect(self.settings.router)
+        gone = asyncio.Event()
+
+        def leave(_reason: hx.HixlError) -> None:
+            self._leaving = True
+            gone.set()
+
+        router.add_lost_callback(leave)
+        await gone.wait()
+
+    async def step(
+        self,
+        tokens: Sequence[int],
+        cache: PagedCache,
+        *,
+        start: int = 0,
+        on_layer: OnLayer | None = None,
+        on_layer_done: OnLayer | None = None,
+    ) -> Step:
+        """Runs the model in a thread of its own, so that the loop goes on streaming; see `Llama.forward`."""
+
+        def layer_done(layer: int) -> None:
+            if self._leaving:
+                raise Abandoned
+            if on_layer_done:
+                on_layer_done(layer)
+
+        def compute() -> Step:
+            began = time.monotonic_ns()
+            logits = self.model.forward(tokens, cache, start=start, on_layer=on_layer, on_layer_done=layer_done)
+            ended = time.monotonic_ns()
+            return Step(int(logits.argmax()), digest(logits), began, ended)
+
+        return await asyncio.to_thread(compute)
+
+    async def decode(
+        self,
+        run: int,
+        router: hx.Peer,
+        first: Step,
+        cache: PagedCache,
+        *,
+        position: int,
+        max_tokens: int,
+        first_step_layer_done: OnLayer | None = None,
+    ) -> None:
+        """Goes on from a first token, and notifies the router of every token as it is chosen, the first included.
+
+        :param position: of the first token.
+        :param first_step_layer_done: as ``on_layer_done`` of `step`, during the first step only.
+        """
+        topic = tokens_topic(run)
+        step, layer_done = first, first_step_layer_done
+        await self.engine.notify(router, topic, step.to_bytes())
+        for start in range(position, position + max_tokens - 1):
+            if step.token == self.model.config.end_token:
+                break
+            step = await self.step([step.token], cache, start=start, on_layer_done=layer_done)
+            await self.engine.notify(router, topic, step.to_bytes())
+            layer_done = None
+        await self.engine.notify(router, topic)
+
+
+def start(name: str, program: Callable[[Worker], Awaitable[None]]) -> None:
+    """The main function of each process: makes a `Worker` as the command line says, and runs `program` with it."""
+    if len(sys.argv) != 2:
+        sys.exit(f"{sys.argv[0]} is one of the processes of the demo, which main.py starts. Run main.py.")
+    settings = Settings.from_bytes(sys.argv[1])
+
+    async def run() -> None:
+        async with hx.Engine("127.0.0.1:0", name=name, drivers=[settings.driver]) as engine:
+            await program(Worker(settings, engine, _warm_model(settings)))
+
+    loops.run(run(), settings.loop)
+
+
+def _warm_model(settings: Settings) -> Llama:
+    checkpoint = random_model.load() if settings.random_model else weights.load()
+    model = Llama(checkpoint.config, checkpoint.weights)
+    # The first run maps the pages of the weights, which a server does before it takes requests.
+    model.forward([0], PagedCache(np.zeros(model.config.kv_shape(1, 1), np.float32), [0]))
+    return model
+
+
+def digest(*arrays: Array) -> str:
+    """Equal for arrays whose bytes are equal."""
+    sum_ = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        sum_.update(np.ascontiguousarray(array).data)
+    return sum_.hexdigest()
+
+
+def kv_digests(cache: PagedCache, tokens: int) -> list[str]:
+    """For each layer, `digest` of the keys and values of the first `tokens` tokens, wherever their blocks lie."""
+    return [digest(*cache.read(layer, tokens)) for layer in range(len(cache.memory))]

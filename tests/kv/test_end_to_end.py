@@ -1,0 +1,173 @@
+"""Two pools on two real engines in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+
+import hixl_async as hx
+
+LAYOUT = hx.kv.Layout(layers=8, kv_heads=3, head_dim=64, dtype="bfloat16", block_tokens=16)
+BLOCKS = 96
+
+
+class Pools(NamedTuple):
+    source: hx.kv.Pool
+    target: hx.kv.Pool
+    peer: hx.Peer
+
+
+@pytest.fixture
+async def pools() -> AsyncIterator[Pools]:
+    async with hx.Engine("127.0.0.1:0", name="d") as d, hx.Engine(name="p") as p:
+        async with (
+            hx.kv.Pool(d, LAYOUT, blocks=BLOCKS, shuffle=1) as target,
+            hx.kv.Pool(p, LAYOUT, blocks=BLOCKS, access="none", shuffle=2) as source,
+        ):
+            yield Pools(source, target, await p.connect(d.address))
+        for pool in (source, target):
+            assert pool.statistics() == (BLOCKS, 0, 0, 0)
+    for engine in (d, p):
+        stats = engine.stats()
+        assert (stats.in_flight, stats.pinned, stats.regions, stats.remote_regions, stats.peers) == (0, 0, 0, 0, 0)
+
+
+def array(pool: hx.kv.Pool) -> numpy.ndarray[Any, Any]:
+    """The pool as an array of the layout's shape, two bytes an element."""
+    return pool.region.numpy("uint16", LAYOUT.shape(pool.blocks))
+
+
+async def test_a_request_through_threads_and_random_block_tables(pools: Pools) -> None:
+    random = numpy.random.default_rng(7)
+    async with pools.target.reserve(tokens=1200) as blocks, pools.source.reserve(tokens=1200) as source:
+        assert len(blocks.ids) == 75
+        expected = random.integers(0, 1 << 16, LAYOUT.shape(75), dtype=numpy.uint16)
+        async with pools.source.open_stream(pools.peer, blocks.ticket()) as out:
+
+            def compute() -> None:
+                for layer in random.permutation(LAYOUT.layers).tolist():
+                    ready = threading.Event()
+                    out.push(layer, source[layer], ready=ready)
+                    array(pools.source)[layer, :, source.ids] = expected[layer].swapaxes(0, 1)
+                    ready.set()
+
+            computing = asyncio.create_task(asyncio.to_thread(compute))
+            async for layer in blocks.stream():
+                got = array(pools.target)[layer, :, blocks.ids].swapaxes(0, 1)
+                assert (got == expected[layer]).all()
+            await computing
+        others = sorted(set(range(BLOCKS)) - set(blocks.ids))
+        assert not array(pools.target)[:, :, others].any()
+    stats = pools.source.engine.stats()
+    assert stats.transfers == LAYOUT.layers, "one transfer per layer"
+    assert stats.bytes == LAYOUT.pool_bytes(75)
+
+
+async def test_requests_share_the_pools(pools: Pools) -> None:
+    async def request(number: int) -> None:
+        async with pools.target.reserve(blocks=1 + number % 9) as blocks:
+            async with pools.source.reserve(blocks=1 + number % 9) as source:
+                array(pools.source)[:, :, source.ids] = number
+                async with pools.source.open_stream(pools.peer, blocks.ticket()) as out:
+                    for layer in range(LAYOUT.layers):
+                        out.push(layer, source[layer])
+            async for layer in blocks.stream():
+                assert (array(pools.target)[layer, :, blocks.ids] == number).all()
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(request(number) for number in range(200)))
+
+
+async def test_a_private_pool_cannot_be_reached(pools: Pools) -> None:
+    back = next(peer for peer in pools.target.engine.peers if peer.name == "p")
+    assert "kv" not in back.regions
+    assert set(pools.peer.regions) == {"kv", "kv.signals"}
+
+
+async def test_aborts_at_random_moments(pools: Pools) -> None:
+    random = numpy.random.default_rng(3)
+
+    async def request(number: int) -> None:
+        when, who = int(random.integers(0, 12)), number % 3
+        async with pools.target.reserve(blocks=4) as blocks, pools.source.reserve(blocks=4) as source:
+            out = await pools.source.open_stream(pools.peer, blocks.ticket())
+            for layer in range(LAYOUT.layers):
+                if layer == when and who:
+                    await (blocks.stream().abort("d") if who == 1 else out.abort("p"))
+                    break
+                out.push(layer, source[layer])
+                await asyncio.sleep(0)
+            await out.aclose()
+            await blocks.fenced()
+        mine, theirs = out.outcome, blocks.stream().outcome
+        assert mine is not None
+        assert theirs is not None
+        assert mine.verdict is theirs.verdict
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(request(number) for number in range(100)))
+    assert pools.target.statistics().quarantined == 0
+
+
+async def test_leaving_at_random_moments_returns_every_block(pools: Pools) -> None:
+    async def request(number: int) -> None:
+        async with pools.source.reserve(blocks=4) as source:
+            async with pools.target.reserve(blocks=4) as blocks:
+                out = await pools.source.open_stream(pools.peer, blocks.ticket())
+                for layer in range(number % LAYOUT.layers):
+                    out.push(layer, source[layer])
+            await out.aclose()
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(request(number) for number in range(60)))
+        async with pools.target.reserve(blocks=BLOCKS), pools.source.reserve(blocks=BLOCKS):
+            pass
+
+
+async def test_layouts_that_differ(pools: Pools) -> None:
+    other = hx.kv.Layout(layers=8, kv_heads=8, head_dim=64, dtype="bfloat16", block_tokens=16)
+    async with (
+        hx.kv.Pool(pools.source.engine, other, blocks=4, name="other", access="none") as pool,
+        pools.target.reserve(blocks=2) as blocks,
+    ):
+        with pytest.raises(hx.LayoutMismatchError, match=r"kv_heads \(3 and 8\)"):
+            await pool.open_stream(pools.peer, blocks.ticket())
+        with pytest.raises(hx.LayoutMismatchError):
+            await blocks.stream().finished()
+
+
+async def test_a_ticket_of_a_restarted_engine() -> None:
+    async with hx.Engine(name="p") as p, hx.kv.Pool(p, LAYOUT, blocks=4, access="none") as source:
+        async with hx.Engine("127.0.0.1:0", name="d") as d, hx.kv.Pool(d, LAYOUT, blocks=4) as target:
+            address = d.address
+            async with target.reserve(blocks=1) as blocks:
+                old = blocks.ticket()
+        async with hx.Engine(address, name="d") as d, hx.kv.Pool(d, LAYOUT, blocks=4) as target:
+            peer = await p.connect(address)
+            with pytest.raises(hx.TicketError, match="no longer"):
+                source.open_stream(peer, old)
+
+
+async def test_both_pools_may_be_source_and_target() -> None:
+    async def send(source: hx.kv.Pool, target: hx.kv.Pool, value: int) -> None:
+        peer = await source.engine.connect(target.engine.address)
+        async with target.reserve(blocks=4) as blocks, source.reserve(blocks=4) as mine:
+            array(source)[:, :, mine.ids] = value
+            async with source.open_stream(peer, blocks.ticket()) as out:
+                for layer in range(LAYOUT.layers):
+                    out.push(layer, mine[layer])
+            await blocks.stream().finished()
+            assert (array(target)[:, :, blocks.ids] == value).all()
+
+    async with (
+        hx.Engine("127.0.0.1:0", name="a") as a,
+        hx.Engine("127.0.0.1:0", name="b") as b,
+        hx.kv.Pool(a, LAYOUT, blocks=8) as left,
+        hx.kv.Pool(b, LAYOUT, blocks=8) as right,
+    ):
+        await asyncio.gather(send(left, right, 1), send(right, left, 2))

@@ -1,0 +1,231 @@
+"""Streams between processes that are stopped and killed in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hixl_async as hx
+
+from .worker import BLOCKS, LAYOUT
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+class Child:
+    """A worker process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """What the worker answers; its errors are ours."""
+        self.tell(do, **arguments)
+        answer = await self.answer()
+        if "error" in answer:
+            raise getattr(hx, answer["error"])(answer["message"])
+        return answer
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+
+    async def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        assert line, "the worker ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def signal(self, number: int) -> None:
+        # Not Process.send_signal: it may reap a dying child, and then nobody learns its exit status.
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+
+
+@asynccontextmanager
+async def child(role: str) -> AsyncIterator[Child]:
+    pipe = asyncio.subprocess.PIPE
+    # Also from a checkout that is not installed.
+    environment = {**os.environ, "PYTHONPATH": str(Path(hx.__file__).parents[1])}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(WORKER), role, stdin=pipe, stdout=pipe, env=environment
+    )
+    worker = Child(process)
+    try:
+        await worker.answer()
+        yield worker
+    finally:
+        if process.returncode is None:
+            worker.signal(signal.SIGCONT)
+            assert process.stdin is not None
+            process.stdin.close()
+        assert await process.wait() in (0, -signal.SIGKILL)
+        process._transport.close()  # type: ignore[attr-defined]  # its pipes may outlive a killed process
+
+
+@asynccontextmanager
+async def pool(role: str) -> AsyncIterator[hx.kv.Pool]:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(hx.Engine("127.0.0.1:0", name=role))
+        access = "write" if role == "consumer" else "none"
+        yield await stack.enter_async_context(
+            hx.kv.Pool(engine, LAYOUT, blocks=BLOCKS, name=f"kv-{role}", access=access, shuffle=2)
+        )
+
+
+def values(pool: hx.kv.Pool, ids: tuple[int, ...], layer: int) -> set[int]:
+    view = pool.region.numpy("uint8", (LAYOUT.layers, 2, BLOCKS, LAYOUT.block_bytes))
+    return {int(value) for value in view[layer][:, ids].reshape(-1)}
+
+
+async def test_two_processes() -> None:
+    async with child("producer") as producer, pool("consumer") as target, target.reserve(blocks=8) as blocks:
+        await producer.ask("reserve", blocks=8, value=40)
+        await producer.ask("open", ticket=blocks.ticket())
+        await producer.ask("push", layers=[3, 1, 0, 2])
+        async for layer in blocks.stream():
+            assert values(target, blocks.ids, layer) == {40 + layer}
+        assert await producer.ask("end") == {}
+        assert (await producer.ask("close"))["free"] == BLOCKS
+
+
+async def test_killing_the_producer_in_the_middle() -> None:
+    async with child("producer") as producer, pool("consumer") as target:
+        async with target.reserve(blocks=8) as blocks:
+            await producer.ask("reserve", blocks=8, value=40)
+            await producer.ask("open", ticket=blocks.ticket())
+            await producer.ask("push", layers=[0, 1])
+            await blocks.stream().layer(1)
+            await producer.ask("push", layers=[2, 3], ready=False)
+            killed_at = time.monotonic()
+            producer.signal(signal.SIGKILL)
+            with pytest.raises(hx.PeerLostError):
+                await blocks.stream().finished()
+            assert time.monotonic() - killed_at < 1
+            await blocks.stream().layer(0)
+            assert values(target, blocks.ids, 1) == {41}
+            await asyncio.wait_for(blocks.fenced(), 1)
+        assert target.statistics() == (BLOCKS, 0, 0, 0)
+
+
+async def test_killing_the_consumer_in_the_middle() -> None:
+    async with child("consumer") as consumer, pool("producer") as source, source.reserve(blocks=8) as blocks:
+        await consumer.ask("reserve", blocks=8)
+        ticket = await consumer.ask("ticket")
+        peer = await source.engine.connect(ticket["address"])
+        out = await source.open_stream(peer, ticket)
+        out.push(0, blocks[0])
+        assert await consumer.ask("layer", layer=0) == {"values": [0]}
+        out.push(1, blocks[1], ready=lambda: False)
+        killed_at = time.monotonic()
+        consumer.signal(signal.SIGKILL)
+        with pytest.raises(hx.PeerLostError) as caught:
+            await out.finished()
+        assert time.monotonic() - killed_at < 1
+        assert caught.value.peer == "consumer"
+        with pytest.raises(hx.PeerLostError):
+            out.push(2, blocks[2])
+    assert source.statistics() == (BLOCKS, 0, 0, 0)
+
+
+@pytest.mark.parametrize("then", ["continue", "kill"])
+async def test_a_stopped_producer(then: str) -> None:
+    async with child("producer") as producer, pool("consumer") as target:
+        async with target.reserve(blocks=8) as blocks:
+            await producer.ask("reserve", blocks=8, value=40)
+            await producer.ask("open", ticket=blocks.ticket(stall=0.3))
+            await producer.ask("push", layers=[0])
+            await blocks.stream().layer(0)
+            producer.signal(signal.SIGSTOP)
+            producer.tell("push", layers=[1, 2, 3])
+            with pytest.raises(hx.TransferTimeoutError, match="no new layer"):
+                await blocks.stream().finished()
+        assert target.statistics() == (BLOCKS - 8, 0, 8, 0)
+        # Whoever gets the other blocks never sees what the producer may still write.
+        async with target.reserve(blocks=BLOCKS - 8) as others:
+            view = target.region.numpy("uint8", (LAYOUT.layers, 2, BLOCKS, LAYOUT.block_bytes))
+            view[:, :, others.ids] = 200
+            assert not set(others.ids) & set(blocks.ids)
+            producer.signal(signal.SIGCONT if then == "continue" else signal.SIGKILL)
+            await asyncio.wait_for(blocks.fenced(), 5)
+            assert target.statistics() == (8, BLOCKS - 8, 0, 0)
+            assert (view[:, :, others.ids] == 200).all()
+        if then == "continue":
+            await producer.answer()
+            with pytest.raises(hx.StreamAbortedError, match="no new layer"):
+                await producer.ask("end")
+        assert target.statistics() == (BLOCKS, 0, 0, 0)
+
+
+async def test_a_stopped_consumer() -> None:
+    async with child("consumer") as consumer, pool("producer") as source, source.reserve(blocks=8) as blocks:
+        await consumer.ask("reserve", blocks=8)
+        ticket = await consumer.ask("ticket")
+        peer = await source.engine.connect(ticket["address"])
+        out = await source.open_stream(peer, ticket, timeout=0.3)
+        consumer.signal(signal.SIGSTOP)
+        for layer in range(LAYOUT.layers):
+            out.push(layer, blocks[layer])
+        with pytest.raises(hx.TransferTimeoutError, match="did not acknowledge"):
+            await out.finished()
+        consumer.signal(signal.SIGCONT)
+        assert await consumer.ask("finished") == {}, "everything was there"
+        assert (await consumer.ask("close"))["free"] == BLOCKS
+
+
+async def test_the_consumer_leaves_while_the_producer_computes() -> None:
+    async with child("producer") as producer, pool("consumer") as target:
+        async with target.reserve(blocks=8) as blocks:
+            await producer.ask("reserve", blocks=8, value=40)
+            await producer.ask("open", ticket=blocks.ticket())
+            await producer.ask("push", layers=[0, 1, 2])
+            await producer.ask("push", layers=[3], ready=False)
+        with pytest.raises(hx.StreamAbortedError, match="gave its blocks back"):
+            await producer.ask("end")
+        await asyncio.wait_for(blocks.fenced(), 5)
+        assert target.statistics() == (BLOCKS, 0, 0, 0)
+
+
+async def test_the_engine_of_the_producer_closes() -> None:
+    async with pool("consumer") as target, target.reserve(blocks=8) as blocks:
+        async with pool("producer") as source, source.reserve(blocks=8) as mine:
+            peer = await source.engine.connect(target.engine.address)
+            out = await source.open_stream(peer, blocks.ticket())
+            out.push(0, mine[0])
+            await blocks.stream().layer(0)
+        with pytest.raises(hx.StreamAbortedError, match="producer closed its pool"):
+            await blocks.stream().finished()
+        await blocks.fenced()
+
+
+async def test_the_engine_closes_before_its_pool() -> None:
+    async with pool("consumer") as target, target.reserve(blocks=8) as blocks:
+        engine = hx.Engine("127.0.0.1:0", name="producer")
+        await engine.open()
+        source = hx.kv.Pool(engine, LAYOUT, blocks=8, name="kv", access="none")
+        mine = await source.reserve(blocks=8)
+        waiter = asyncio.ensure_future(source.reserve(blocks=1))
+        peer = await engine.connect(target.engine.address)
+        out = await source.open_stream(peer, blocks.ticket())
+        out.push(0, mine[0])
+        await engine.aclose()
+        with pytest.raises(hx.ClosedError):
+            await waiter
+        with pytest.raises((hx.StreamAbortedError, hx.PeerLostError)):
+            await blocks.stream().finished()
+        await asyncio.wait_for(blocks.fenced(), 1)
+        with pytest.raises((hx.StreamAbortedError, hx.PeerLostError)):
+            await out.finished()
+        await source.aclose()
+        await mine.aclose()
