@@ -49,17 +49,20 @@ def driver(name: str) -> Extension:
     )
 
 
+def cython(source: str) -> Extension:
+    """The extension of one of the core's modules, which see each other's ``.pxd``."""
+    return Extension(
+        source.removesuffix(".pyx").replace("/", "."),
+        sources=[source],
+        depends=[*HEADERS, *sorted(glob("hixl_async/*.pxd"))],
+        include_dirs=INCLUDE,
+        extra_compile_args=["-std=gnu11", *COMPILE, *GENERATED],
+        extra_link_args=LINK,
+    )
+
+
 core = cythonize(
-    [
-        Extension(
-            "hixl_async._core",
-            sources=["hixl_async/_core.pyx"],
-            depends=[*HEADERS, "hixl_async/driver.pxd", "hixl_async/_core.pxd"],
-            include_dirs=INCLUDE,
-            extra_compile_args=["-std=gnu11", *COMPILE, *GENERATED],
-            extra_link_args=LINK,
-        )
-    ],
+    [cython(source) for source in sorted(glob("hixl_async/_*.pyx"))],
     annotate=ANNOTATE,
     build_dir=f"build/{VARIANT}/cython",
     compiler_directives={

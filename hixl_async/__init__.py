@@ -1,8 +1,9 @@
 """Asyncio one-sided transfers: ``await engine.write(...)``, and the bytes are in another process's memory."""
 
 from . import kv
-from ._core import Batch, Transfer
-from ._core import Slice as RegionSlice
+from ._batch import Batch
+from ._memory import Slice as RegionSlice
+from ._transfer import Transfer
 from .config import EngineConfig
 from .engine import Engine
 from .errors import *  # noqa: F403

@@ -13,8 +13,10 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from . import _core, drivers
-from ._core import Core, Driver, Transfer
+from . import _link, drivers
+from ._core import Core
+from ._link import Driver
+from ._transfer import Transfer
 from .config import Drivers, EngineConfig
 from .control import Connection, Identity, Listener, dial
 from .errors import (
@@ -257,7 +259,7 @@ class Engine(Core):
         if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < 1 << 62:
             raise InvalidArgumentError(f"size must be a positive number of bytes, not {size!r}")
         region = Region(self, name, parse_access(access), grant)
-        allocator = next((d for d in self._drivers.values() if d.capabilities & _core.CAP_ALLOC), None)
+        allocator = next((d for d in self._drivers.values() if d.capabilities & _link.CAP_ALLOC), None)
         if allocator is None:
             raise DriverError(f"none of the drivers ({', '.join(self._drivers)}) allocates memory; register a buffer of yours")
         self._adopt(region, allocator, size, int(region.access))
@@ -304,7 +306,7 @@ class Engine(Core):
         """Makes `region` known to every driver that can use it."""
         try:
             for driver in self._drivers.values():
-                if driver is not allocator and driver.capabilities & _core.CAP_REGISTER:
+                if driver is not allocator and driver.capabilities & _link.CAP_REGISTER:
                     self._register(region, driver, 0)
         except BaseException:
             region.retire()
@@ -431,7 +433,7 @@ class Engine(Core):
         return [
             driver
             for name, driver in self._drivers.items()
-            if name in theirs and (same_host or not driver.capabilities & _core.CAP_SAME_HOST)
+            if name in theirs and (same_host or not driver.capabilities & _link.CAP_SAME_HOST)
         ]
 
     def _attach(self, peer: Peer) -> int:
@@ -470,7 +472,7 @@ class Engine(Core):
         :return: a `Transfer`, done when the peer's queue holds it.
         :raises InvalidArgumentError: if topic and payload are over the driver's limit.
         """
-        return self._post_note(peer._link(_core.CAP_NOTIFY, "notify"), (topic, payload))
+        return self._post_note(peer._link(_link.CAP_NOTIFY, "notify"), (topic, payload))
 
     def notifications(self, topic: str | None = None, *, limit: int | None = None) -> Subscription:
         """The notifications of `topic` from now on, in an async iterator; those that nobody has taken yet come first.
@@ -490,16 +492,16 @@ class Engine(Core):
     def _on_event(self, kind: int, cookie: int, status: int, topic: bytes, data: bytes) -> None:
         """What drivers report, on the loop's thread."""
         peer = self._peers.get(cookie)
-        if kind == _core.EVENT_LOG:
+        if kind == _link.EVENT_LOG:
             logger.info("%s", data.decode("utf-8", "replace"))
         elif peer is None:
             return
-        elif kind == _core.EVENT_NOTE:
+        elif kind == _link.EVENT_NOTE:
             assert self._topics is not None
             self._topics.deliver(peer, topic, data)
-        elif kind == _core.EVENT_SIGNAL:
+        elif kind == _link.EVENT_SIGNAL:
             peer._signalled()
-        elif kind == _core.EVENT_LINK_DOWN:
+        elif kind == _link.EVENT_LINK_DOWN:
             peer._link_down(status, data.decode("utf-8", "replace"))
 
     # -- counters

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from .errors import ClosedError
 
 if TYPE_CHECKING:
-    from ._core import Batch, Core, Transfer
+    from ._batch import Batch
+    from ._core import Core
+    from ._transfer import Transfer
 
 __all__ = ["Group"]
 

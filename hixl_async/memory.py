@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ._core import LocalMemory, RemoteMemory
+from ._memory import LocalMemory, RemoteMemory
 from .errors import BufferTypeError, InvalidArgumentError
 from .types import Access, AccessLike
 

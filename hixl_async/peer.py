@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import errors
-from ._core import CAP_SAME_HOST, Link
+from ._link import CAP_SAME_HOST, Link
 from .errors import (
     AccessError,
     BusyError,
@@ -38,7 +38,7 @@ from .memory import Region, RemoteRegion, parse_access
 from .types import Access, PeerState
 
 if TYPE_CHECKING:
-    from ._core import Driver
+    from ._link import Driver
     from .control import Connection, Identity
 
 __all__ = ["Handler", "Peer", "PeerHost"]
@@ -364,7 +364,7 @@ class Peer:
             for fd in fds:
                 os.close(fd)
         try:
-            await link.import_memory(remote, card, taken, size, int(access))
+            await remote.map(link, card, taken, size, int(access))
         except BaseException:
             remote.retire()
             raise

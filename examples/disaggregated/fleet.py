@@ -1,13 +1,14 @@
-"""Starts the processes of the demo, finds out when one is in trouble, and ends them all."""
+"""The processes of the demo: starts them, hears of it when one fails, and ends them all."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from messages import Settings
@@ -16,18 +17,123 @@ import hixl_async as hx
 
 PROGRAMS = {"P": "prefill.py", "D": "decode.py", "reference": "reference.py"}
 
-#: Seconds that a process has for leaving, and that others have for saying how a failure looks from their side.
-GRACE = 5.0
-SECOND_OPINION = 1.0
-
-
-class ProcessEnded(Exception):
-    """A process ended before it was ready. Its traceback is on stderr already."""
+# Seconds: that a process has to leave, that an answer may take, and in which the others tell what they saw of a failure.
+LEAVE, ANSWER, ALSO = 5.0, 3600.0, 1.0
 
 
 class Failed(Exception):
-    """A run failed; says what each process reported."""
+    """Something failed; the text says what, for each process that has something to say."""
 
-    def __init__(self, failures: dict[str, BaseException]) -> None:
-        super().__init__("; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in failures.items()))
-        self.failures = failures
+    def __init__(self, reasons: dict[str, str]) -> None:
+        super().__init__("\n".join(f"{name}: {reason}" for name, reason in reasons.items()))
+
+
+class Fleet:
+    """P, D and the reference, each a process of its own; an async context manager.
+
+    :param engine: the router's engine, to which they connect when they are ready.
+    :param settings: what they are told.
+    :raises Failed: on entering, if one ends before it is ready; on leaving, if one does not end as it should.
+    """
+
+    def __init__(self, engine: hx.Engine, settings: Settings) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._peers: dict[str, hx.Peer] = {}
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._ends: dict[str, asyncio.Task[int]] = {}
+
+    async def __aenter__(self) -> Fleet:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+        ends = {name: _describe(end.result()) for name, end in self._ends.items() if end.result() != 0}
+        if ends and error is None:
+            raise Failed(ends)
+
+    def pids(self) -> dict[str, int]:
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def address(self, name: str) -> str:
+        return self._peers[name].address
+
+    async def ask(self, name: str, service: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Sends a request to one process, and gives its answer.
+
+        :raises hx.HixlError: as it was raised there, or `hx.PeerLostError` if the process ended.
+        """
+        return await self._peers[name].request(service, body, timeout=ANSWER)
+
+    async def together(self, **asked: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Waits for the answers of several processes, by name.
+
+        :raises Failed: if one of them fails. The others then have a moment to say how it looks from their side.
+        """
+        tasks = {name: asyncio.create_task(answer) for name, answer in asked.items()}
+        try:
+            _, missing = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+            if missing:
+                await asyncio.wait(missing, timeout=ALSO)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        errors = {name: task.exception() for name, task in tasks.items() if task.done() and not task.cancelled()}
+        if reasons := {name: f"{type(error).__name__}: {error}" for name, error in errors.items() if error}:
+            raise Failed(reasons)
+        return {name: task.result() for name, task in tasks.items()}
+
+    async def _start(self) -> None:
+        connected = self._engine.accepted()
+        for name, program in PROGRAMS.items():
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-X", "faulthandler"),  # a crash in native code leaves a traceback, too
+                str(Path(__file__).with_name(program)),
+                self._settings.to_json(),
+                stdin=asyncio.subprocess.DEVNULL,
+                # Several threads of BLAS would not add up in the same order each time.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                # Ctrl-C is for the router alone, which then leaves, and the others with it.
+                start_new_session=True,
+            )
+            self._processes[name] = process
+            self._ends[name] = asyncio.create_task(process.wait())
+        ready = asyncio.create_task(self._meet(connected))
+        await asyncio.wait({ready, *self._ends.values()}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if ends := {name: _describe(end.result()) for name, end in self._ends.items() if end.done()}:
+            raise Failed(ends)
+        await ready
+
+    async def _meet(self, connected: AsyncIterator[hx.Peer]) -> None:
+        async for peer in connected:
+            self._peers[peer.name] = peer
+            if self._peers.keys() == PROGRAMS.keys():
+                return
+
+    async def _stop(self) -> None:
+        for name, process in self._processes.items():
+            if name not in self._peers and process.returncode is None:
+                process.terminate()
+        # The others end when the router says goodbye.
+        await asyncio.gather(*(peer.aclose() for peer in self._peers.values()))
+        if self._ends:
+            _, late = await asyncio.wait(self._ends.values(), timeout=LEAVE)
+        for name, process in self._processes.items():
+            if process.returncode is None:
+                process.kill()
+        await asyncio.gather(*self._ends.values())
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}; what it said is above"

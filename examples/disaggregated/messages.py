@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 
@@ -14,12 +14,12 @@ class Record:
     def body(self) -> dict[str, Any]:
         return asdict(self)
 
-    def to_bytes(self) -> bytes:
-        return json.dumps(self.body()).encode()
+    def to_json(self) -> str:
+        return json.dumps(self.body())
 
     @classmethod
-    def from_bytes(cls, data: bytes | str) -> Self:
-        return cls(**json.loads(data))
+    def from_json(cls, text: str | bytes) -> Self:
+        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,10 @@ class Report(Record):
     """For each layer a digest of the prompt's keys and values, in the order of the tokens."""
     timeline: str
     """See `Timeline.to_json`."""
-    counters: dict[str, int] = field(default_factory=dict)
+    transfers: int = 0
+    """How many transfers the process started,"""
+    transferred: int = 0
+    """and how many bytes they moved."""
 
 
 def tokens_topic(run: int) -> str:

@@ -61,7 +61,7 @@ class Prefill:
                     out.push(layer, blocks[layer], ready=link.carry(layer_bytes) if link else None)
 
                 step = await self._compute(request.prompt, cache, timeline, push if request.streamed else None)
-                await self.engine.notify(decode, first_token_topic(request.run), step.to_bytes())
+                await self.engine.notify(decode, first_token_topic(request.run), step.to_json().encode())
                 if not request.streamed:
                     for layer in range(self.pool.layout.layers):
                         push(layer)

@@ -105,12 +105,12 @@ class Worker:
         """
         topic = tokens_topic(run)
         step, layer_done = first, first_step_layer_done
-        await self.engine.notify(router, topic, step.to_bytes())
+        await self.engine.notify(router, topic, step.to_json().encode())
         for start in range(position, position + max_tokens - 1):
             if step.token == self.model.config.end_token:
                 break
             step = await self.step([step.token], cache, start=start, on_layer_done=layer_done)
-            await self.engine.notify(router, topic, step.to_bytes())
+            await self.engine.notify(router, topic, step.to_json().encode())
             layer_done = None
         await self.engine.notify(router, topic)
 
@@ -119,7 +119,7 @@ def start(name: str, program: Callable[[Worker], Awaitable[None]]) -> None:
     """The main function of each process: makes a `Worker` as the command line says, and runs `program` with it."""
     if len(sys.argv) != 2:
         sys.exit(f"{sys.argv[0]} is one of the processes of the demo, which main.py starts. Run main.py.")
-    settings = Settings.from_bytes(sys.argv[1])
+    settings = Settings.from_json(sys.argv[1])
 
     async def run() -> None:
         async with hx.Engine("127.0.0.1:0", name=name, drivers=[settings.driver]) as engine:

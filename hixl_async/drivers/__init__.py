@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from .._core import CAPABILITIES, table_capabilities, table_problem
+from .._link import CAPABILITIES, table_capabilities, table_problem
 from ..errors import DriverLoadError
 from ..types import DriverInfo
 

@@ -174,6 +174,15 @@ def close_all(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
+async def passes(number: int) -> None:
+    """Lets the loop come round."""
+    loop = asyncio.get_running_loop()
+    for _ in range(number):
+        passed = loop.create_future()
+        loop.call_soon(passed.set_result, None)
+        await passed
+
+
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Diallers seem to be on another host from now on."""
     monkeypatch.setattr(dialler.Scope, "current", classmethod(lambda cls, unix_dir: Scope("e" * 32, "")))

@@ -22,7 +22,9 @@ scalars = (
     | st.floats(allow_nan=False, allow_infinity=False)
     | text
 )
-values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(text, inner, max_size=5), max_leaves=20)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(text, inner, max_size=5), max_leaves=20
+)
 bodies = st.dictionaries(text, values, max_size=5)
 
 
@@ -57,7 +59,9 @@ def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
 
 
 @given(kinds, bodies, st.data())
-def test_an_altered_message_is_another_message_or_a_protocol_error(kind: str, body: dict[str, Any], data: st.DataObject) -> None:
+def test_an_altered_message_is_another_message_or_a_protocol_error(
+    kind: str, body: dict[str, Any], data: st.DataObject
+) -> None:
     raw = bytearray(codec.encode(kind, body))
     raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     try:
@@ -96,7 +100,7 @@ def test_any_text_is_a_message_or_a_protocol_error(value: str) -> None:
         (b'{"kind":"x","body":{"a":NaN}}', "NaN"),
         (b'{"kind":"x","body":{"a":-Infinity}}', "Infinity"),
         (b'{"kind":"x","body":{"a":1e999}}', "too large"),
-        (b'{"kind":"x","body":{"a":' + b"9" * 400 + b'.5}}', "too large"),
+        (b'{"kind":"x","body":{"a":' + b"9" * 400 + b".5}}", "too large"),
         (b'{"kind":"x","body":{"a":18446744073709551616}}', "64 bits"),
         (b'{"kind":"x","body":{"a":-9223372036854775809}}', "64 bits"),
         (b'{"kind":"x","body":{"a":' + b"1" * 6000 + b"}}", "64 bits"),
@@ -222,7 +226,9 @@ class TestSeal:
         with pytest.raises(ProtocolError, match="seal"):
             codec.Seal(b"key").open(bytes(sealed))
 
-    @pytest.mark.parametrize("order", [(1,), (0, 0), (0, 2), (1, 0)], ids=["dropped", "repeated", "skipped", "reordered"])
+    @pytest.mark.parametrize(
+        "order", [(1,), (0, 0), (0, 2), (1, 0)], ids=["dropped", "repeated", "skipped", "reordered"]
+    )
     def test_shows_what_is_missing_or_moved(self, order: tuple[int, ...]) -> None:
         sending, receiving = codec.Seal(b"key"), codec.Seal(b"key")
         sealed = [sending.close(message) for message in (b"a", b"b", b"c")]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import array
 import asyncio
 import gc
+import itertools
 import os
+import resource
 import socket
+import threading
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from hixl_async.control import channel as channel_module
 from hixl_async.control import connection as connection_module
 from hixl_async.errors import ClosedError, ConnectError, HixlError, PeerLostError, ProtocolError
 
-from .sides import SECRET, HostFactory, Inbox, close_all, elsewhere, is_open, memory, same_file
+from .sides import SECRET, HostFactory, Inbox, close_all, elsewhere, is_open, memory, passes, same_file
 
 Pair = tuple[Connection, Connection]
 
@@ -49,11 +52,27 @@ def shrink(connection: Connection) -> None:
     sock(connection).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that nobody announces."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.wait([asyncio.ensure_future(asyncio.sleep(0.001))])
+class Counter:
+    """Counts messages and the length of their texts; ``await reached(n)`` waits for the n-th."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.messages = 0
+        self.length = 0
+        self._target = 0
+        self._reached = asyncio.Event()
+        connection.start(self._take, print)
+
+    def _take(self, kind: str, body: dict[str, Any], fds: list[int]) -> None:
+        self.messages += 1
+        self.length += len(body["text"])
+        if self.messages >= self._target:
+            self._reached.set()
+
+    async def reached(self, messages: int) -> None:
+        self._target = messages
+        self._reached.clear()
+        if self.messages < messages:
+            await self._reached.wait()
 
 
 class TestMessages:
@@ -118,22 +137,19 @@ class TestMessages:
             mine.send("n", {"n": number})
         assert [(await answers.get()).body["n"] for _ in range(300)] == list(range(300))
 
-    async def test_are_not_delivered_after_the_callback_closed(self, pair: Pair) -> None:
+    async def test_are_not_delivered_after_the_callback_had_enough(self, pair: Pair) -> None:
         mine, theirs = pair
         seen = []
-        closing = []
+        lost = asyncio.get_running_loop().create_future()
 
-        def close(kind: str, body: dict[str, Any], fds: list[int]) -> None:
+        def abort(kind: str, body: dict[str, Any], fds: list[int]) -> None:
             seen.append(kind)
-            closing.append(asyncio.ensure_future(theirs.aclose()))
-            theirs._state = connection_module._State.CLOSING  # as aclose does when it gets to run
+            theirs.abort(ProtocolError("enough"))
 
         for _ in range(10):
             mine.send("n", {})
-        theirs.start(close, print)
-        await until(lambda: bool(closing))
-        theirs._state = connection_module._State.OPEN
-        await closing[0]
+        theirs.start(abort, lost.set_result)
+        assert "enough" in str(await lost)
         assert seen == ["n"]
 
 
@@ -184,8 +200,9 @@ class TestDescriptors:
         close_all([descriptor, *taken])
 
     async def test_cannot_travel_over_tcp(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+        host = await listen(secret=SECRET)
         elsewhere(monkeypatch)
-        mine, theirs = await (await listen(secret=SECRET)).pair()
+        mine, theirs = await host.pair()
         inbox = Inbox(theirs)
         with pytest.raises(ProtocolError, match="different hosts"):
             mine.send("take", {}, [0])
@@ -214,7 +231,7 @@ class TestDescriptors:
         closed = os.dup(descriptor)
         os.close(closed)
         with pytest.raises(ProtocolError, match="cannot be sent"):
-            mine.send("take", {}, [descriptor, closed])
+            mine.send("take", {}, [closed, descriptor])
         assert len(mine._queue) == waiting
         os.close(descriptor)
 
@@ -250,8 +267,6 @@ class TestDescriptors:
     async def test_when_no_more_can_be_opened_end_the_connection(
         self, unix: Pair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import resource
-
         mine, theirs = unix
         inbox = Inbox(theirs)
         descriptors = [memory() for _ in range(4)]
@@ -299,23 +314,21 @@ class TestDescriptors:
         mine, theirs = unix
         inbox = Inbox(theirs)
         closers = []
+        closed = threading.Event()
         real = channel_module.close_descriptors
 
         def close_descriptors(descriptors: Any) -> None:
-            import threading
-
             descriptors = list(descriptors)
             if descriptors:
                 closers.append(threading.current_thread())
+                closed.set()
             real(descriptors)
 
         monkeypatch.setattr(channel_module, "close_descriptors", close_descriptors)
         with socket.socket() as lingering:
             mine.send("take", {}, [lingering.fileno()])
         await inbox.lost
-        await until(lambda: bool(closers))
-        import threading
-
+        assert await asyncio.to_thread(closed.wait, 10)
         assert closers[0] is not threading.main_thread()
         closers[0].join()
 
@@ -438,13 +451,14 @@ class TestIsLost:
 
     async def test_once(self, pair: Pair) -> None:
         mine, theirs = pair
-        told: list[HixlError] = []
-        theirs.start(lambda *_: None, told.append)
+        told: asyncio.Queue[HixlError] = asyncio.Queue()
+        theirs.start(lambda *_: None, told.put_nowait)
         theirs.abort(PeerLostError("one"))
         await mine.aclose()
-        await until(lambda: bool(told))
+        await told.get()
         await theirs.aclose()
-        assert len(told) == 1
+        await passes(3)
+        assert told.empty()
 
     async def test_silently_if_it_is_closed_first(self, pair: Pair) -> None:
         mine, theirs = pair
@@ -452,7 +466,8 @@ class TestIsLost:
         theirs.start(lambda *_: None, told.append)
         theirs.abort(PeerLostError("one"))
         await theirs.aclose()
-        await asyncio.wait([asyncio.ensure_future(mine.aclose())])
+        await mine.aclose()
+        await passes(3)
         assert not told
 
 
@@ -504,7 +519,8 @@ class TestCloses:
         while not mine._queue:
             mine.send("x", {"text": "y" * 10_000})
         closing = asyncio.ensure_future(mine.aclose())
-        await until(lambda: mine._flushed is not None)
+        await passes(2)
+        assert mine._flushed is not None
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
@@ -548,77 +564,38 @@ class TestCloses:
 
 
 class TestFlood:
-    async def test_is_taken_in_portions(self, pair: Pair) -> None:
+    @pytest.mark.parametrize("length", [0, 60_000])
+    async def test_is_taken_in_portions(self, pair: Pair, length: int) -> None:
         mine, theirs = pair
-        portions: list[int] = []
+        counter = Counter(theirs)
         loop = asyncio.get_running_loop()
-        count = 0
-
-        def count_message(kind: str, body: dict[str, Any], fds: list[int]) -> None:
-            nonlocal count
-            count += 1
+        messages, lengths = [0], [0]
 
         def turn() -> None:
-            nonlocal count
-            portions.append(count)
-            count = 0
-            if sum(portions) < 2000:
-                loop.call_soon(turn)
-            else:
-                done.set_result(None)
-
-        done = loop.create_future()
-        theirs.start(count_message, print)
-        loop.call_soon(turn)
-        for _ in range(2000):
-            mine.send("n", {})
-            if len(mine._queue) > 500:
-                await until(lambda: not mine._queue)
-        await done
-        assert max(portions) <= 64
-
-    async def test_of_large_messages_leaves_the_loop_time(self, pair: Pair) -> None:
-        mine, theirs = pair
-        sizes: list[int] = []
-        loop = asyncio.get_running_loop()
-        got = 0
-
-        def receive(kind: str, body: dict[str, Any], fds: list[int]) -> None:
-            nonlocal got
-            got += len(body["text"])
-
-        def turn() -> None:
-            nonlocal got
-            sizes.append(got)
-            got = 0
-            if len(sizes) < 10_000 and sum(sizes) < 100 * 60_000:
+            messages.append(counter.messages)
+            lengths.append(counter.length)
+            if counter.messages < 900:
                 loop.call_soon(turn)
 
-        theirs.start(receive, print)
         loop.call_soon(turn)
-        for _ in range(100):
-            mine.send("n", {"text": "y" * 60_000})
-            await until(lambda: len(mine._queue) < 10)
-        await until(lambda: sum(sizes) + got >= 100 * 60_000)
-        assert max(sizes) <= 2 * codec.ESTABLISHED_LIMIT
+        for number in range(900):
+            mine.send("n", {"text": "y" * length})
+            if length and number % 15 == 14:
+                await counter.reached(number + 1)
+        await counter.reached(900)
+        await passes(2)
+        assert max(after - before for before, after in itertools.pairwise(messages)) <= 64
+        assert max(after - before for before, after in itertools.pairwise(lengths)) <= 2 * codec.ESTABLISHED_LIMIT
 
     async def test_does_not_grow_memory(self, pair: Pair) -> None:
         mine, theirs = pair
-        got = 0
-
-        def receive(kind: str, body: dict[str, Any], fds: list[int]) -> None:
-            nonlocal got
-            got += 1
-
-        theirs.start(receive, print)
+        counter = Counter(theirs)
 
         async def flood(messages: int) -> None:
-            target = got + messages
-            for _ in range(messages):
-                mine.send("n", {"text": "y" * 1000})
-                if len(mine._queue) > 100:
-                    await until(lambda: not mine._queue)
-            await until(lambda: got == target)
+            for _ in range(messages // 100):
+                for _ in range(100):
+                    mine.send("n", {"text": "y" * 1000})
+                await counter.reached(counter.messages + 100)
 
         await flood(200)
         tracemalloc.start()
@@ -635,5 +612,3 @@ async def test_repr_names_the_peer(pair: Pair) -> None:
     assert repr(mine).startswith("<Connection to 'listener' over ")
     assert repr(theirs).startswith("<Connection to 'dialler' over ")
     assert SECRET.decode() not in repr(mine) + repr(mine._channel) + repr(vars(mine))
-
-

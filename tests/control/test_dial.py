@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from hixl_async.control import PROTOCOL_VERSION, Connection, Listener, dial, waiting
-from hixl_async.control import codec, process, rendezvous
+from hixl_async.control import PROTOCOL_VERSION, Connection, Listener, codec, dial, process, rendezvous, waiting
 from hixl_async.control import answer as answer_module
 from hixl_async.control import dialler as dialler_module
 from hixl_async.errors import (
@@ -54,7 +53,7 @@ class TestSucceeds:
             assert connection.version == PROTOCOL_VERSION
             assert connection.credentials == (os.getpid(), os.geteuid(), os.getegid())
             assert connection.pidfd is not None
-            assert "Pid:\t%d" % os.getpid() in Path(f"/proc/self/fdinfo/{connection.pidfd}").read_text()
+            assert process_of(connection.pidfd) == os.getpid()
 
     async def test_on_another_host(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
         host = await listen(secret=SECRET)
@@ -122,9 +121,7 @@ class TestSucceeds:
     async def test_the_socket_that_is_not_used_is_closed(self, listen: HostFactory) -> None:
         host = await listen()
         await host.pair()
-        tcp = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-        port = f":{host.address.port:04X}"
-        assert not [row for row in tcp if port in row[1] + row[2] and row[3] == "01"]  # 01: established
+        assert not established_on(host.address.port)
 
     async def test_descriptors_are_not_inherited(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
         before = set(os.listdir("/proc/self/fd"))
@@ -133,7 +130,7 @@ class TestSucceeds:
         elsewhere(monkeypatch)
         await host.pair()
         for descriptor in set(os.listdir("/proc/self/fd")) - before:
-            if os.path.exists(f"/proc/self/fd/{descriptor}"):
+            with contextlib.suppress(OSError):  # the one that listdir used
                 assert not os.get_inheritable(int(descriptor))
 
     async def test_small_tcp_messages_are_not_held_back(
@@ -302,9 +299,10 @@ class TestNobodyAnswers:
     async def test_the_listener_closes_meanwhile(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
         host = await listen()
         stranger = await Stranger.connect(host.address)
+        asked = asyncio.Event()
+        monkeypatch.setattr(host.listener, "_identity_factory", lambda: asked.set() or host.identity)
         dialling = asyncio.ensure_future(host.dial())
-        while not host.listener._answers:
-            await asyncio.wait([dialling], timeout=0.001)
+        await asked.wait()
         await host.listener.aclose()
         await host.listener.aclose()
         with pytest.raises(ConnectError):
@@ -476,6 +474,17 @@ class TestInTheMiddle:
         await host.refused.get()
 
 
+def process_of(pidfd: int) -> int:
+    """The process that a pidfd is for."""
+    return int(Path(f"/proc/self/fdinfo/{pidfd}").read_text().partition("Pid:")[2].split()[0])
+
+
+def established_on(port: int) -> int:
+    """Established TCP connections of this machine to or from `port`."""
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return sum(f":{port:04X}" in row[1] + row[2] and row[3] == "01" for row in rows)
+
+
 @contextlib.asynccontextmanager
 async def relay(address: Address, alter: Callable[[bytes], bytes] = lambda data: data) -> AsyncIterator[Address]:
     """A TCP relay to `address`; `alter` sees what the listener says."""
@@ -508,12 +517,10 @@ async def relay(address: Address, alter: Callable[[bytes], bytes] = lambda data:
     await server.wait_closed()
 
 
-class rendezvous_of_somebody_else:  # noqa: N801
+class rendezvous_of_somebody_else:
     def __enter__(self) -> tuple[socket.socket, rendezvous.RendezvousName]:
         self._rendezvous = rendezvous.Rendezvous(None, other_users=True)
         return self._rendezvous.sock, self._rendezvous.name
 
     def __exit__(self, *_: object) -> None:
         self._rendezvous.close()
-
-

@@ -74,7 +74,9 @@ class TestSucceeds:
     def test_in_a_directory_that_is_not_shared_only_over_tcp(self) -> None:
         name = RendezvousName("directory", "d" * 32)
         for mine in ("", "e" * 32):
-            outcome = perform(dialler(SECRET, scope=Scope("", mine)), listener(SECRET, scope=Scope("", "f" * 32), name=name))
+            outcome = perform(
+                dialler(SECRET, scope=Scope("", mine)), listener(SECRET, scope=Scope("", "f" * 32), name=name)
+            )
             assert outcome.dialler is not None
             assert "unix_dir" in outcome.dialler.detour
             assert outcome.listener is not None
@@ -413,10 +415,10 @@ def test_every_altered_byte_is_noticed(secret: bytes | None, scope: Scope, which
     [lambda raw: [], lambda raw: [raw[:-1]], lambda raw: [raw + b"}"], lambda raw: [b"", raw]],
     ids=["dropped", "truncated", "lengthened", "preceded"],
 )
-def test_every_other_damage_is_noticed(secret: bytes | None, which: int, change: Callable[[bytes], list[bytes]]) -> None:
-    outcome = perform(
-        dialler(secret), listener(secret), lambda index, raw: change(raw) if index == which else [raw]
-    )
+def test_every_other_damage_is_noticed(
+    secret: bytes | None, which: int, change: Callable[[bytes], list[bytes]]
+) -> None:
+    outcome = perform(dialler(secret), listener(secret), lambda index, raw: change(raw) if index == which else [raw])
     assert outcome.dialler is None
     assert (outcome.listener is None) == (which < 3)
 

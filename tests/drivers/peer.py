@@ -209,6 +209,18 @@ class Server:
     def stop(self) -> None:
         self.made.stop().wait(self.made)
 
+    def fork(self) -> int:
+        """A child that does what the core does in children, and lives on."""
+        pid = os.fork()
+        if pid == 0:
+            self.instance.vt.after_fork(self.instance.handle)
+            for fd, target in vt.descriptors().items():
+                if fd > 2 and "socket" in target:
+                    os.close(fd)
+            while True:
+                signal.pause()
+        return pid
+
     def run(self, sock: socket.socket) -> None:
         while True:
             fds = [sock.fileno()]

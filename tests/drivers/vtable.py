@@ -79,7 +79,7 @@ class COption(c.Structure):
 
 
 class CLimits(c.Structure):
-    _fields_ = tuple((name, c.c_uint64) for name in ("descriptors", "note_bytes", "inline_bytes", "alignment"))
+    _fields_ = tuple((name, c.c_uint64) for name in ("descriptors", "note_bytes", "inline_bytes", "alignment", "caps"))
 
 
 class CStats(c.Structure):

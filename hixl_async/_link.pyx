@@ -1,0 +1,281 @@
+"""What the core knows of drivers: the tables they bring, the links to peers, and the one gate for their errors."""
+
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
+from libc.string cimport memcpy, memset
+
+from .driver cimport *
+
+from . import errors
+
+cdef enum: POLL_EVENTS = 256
+
+EVENT_NOTE = HXA_EVENT_NOTE
+EVENT_SIGNAL = HXA_EVENT_SIGNAL
+EVENT_LINK_DOWN = HXA_EVENT_LINK_DOWN
+EVENT_LOG = HXA_EVENT_LOG
+
+CAP_ALLOC = HXA_CAP_ALLOC
+CAP_REGISTER = HXA_CAP_REGISTER
+CAP_SAME_HOST = HXA_CAP_SAME_HOST
+CAP_NOTIFY = HXA_CAP_NOTIFY
+
+CAPABILITIES = {
+    HXA_CAP_LOCAL_ANY: "any local buffer",
+    HXA_CAP_ALLOC: "allocate",
+    HXA_CAP_REGISTER: "register",
+    HXA_CAP_SAME_HOST: "same host only",
+    HXA_CAP_SIGNAL: "signal",
+    HXA_CAP_NOTIFY: "notify",
+    HXA_CAP_CANCEL: "cancel",
+    HXA_CAP_FDS: "descriptor passing",
+}
+
+
+cdef class Hub:
+    """What drivers, links, memories and transfers need of the core: its loop and mailbox; `Core` is made of it."""
+
+    cdef int _drain(self) except -1:
+        raise NotImplementedError
+
+    cdef hxa_op *_control(self, Link link) except NULL:
+        """The op of a link or memory call; `_answer` must follow, whatever the driver says."""
+        raise NotImplementedError
+
+    cdef object _answer(self, hxa_op *op, int answer, str what):
+        """What the driver answered to such a call, as an awaitable."""
+        raise NotImplementedError
+
+    cdef int _dispose(self) except -1:
+        raise NotImplementedError
+
+
+cdef object driver_error(Driver driver, int status, int native, str what, str peer, object index=None):
+    """The one gate from a driver's status to an exception."""
+    cdef const char *text = NULL
+    if driver is not None and driver.table.error_text != NULL:
+        text = driver.table.error_text(status, native)
+    detail = text.decode("utf-8", "replace") if text != NULL else f"status {status}"
+    if status == HXA_E_LINK:
+        kind = errors.PeerLostError
+    elif status == HXA_E_TIMEOUT:
+        kind = errors.TransferTimeoutError
+    elif status == HXA_E_RIGHTS:
+        kind = errors.AccessError
+    elif status == HXA_E_RANGE:
+        kind = errors.RangeError
+    elif status == HXA_E_BUSY:
+        kind = errors.BusyError
+    elif status == HXA_E_PROTOCOL:
+        kind = errors.ProtocolError
+    elif status == HXA_E_INVALID:
+        kind = errors.InvalidArgumentError
+    elif status in (HXA_E_UNSUPPORTED, HXA_E_NOMEM):
+        kind = errors.DriverError
+    else:
+        kind = errors.TransferError
+    where = f" (peer {peer!r})" if peer else ""
+    return kind(f"{what}: {detail}{where}", peer=peer, index=index, native=native or None)
+
+
+cdef tuple unpack_card(hxa_card *card):
+    return (
+        PyBytes_FromStringAndSize(<char *>card.data, card.len),
+        [card.fds[i] for i in range(card.nfds)],
+    )
+
+
+cdef int pack_card(hxa_card *card, bytes data, list fds) except -1:
+    cdef Py_ssize_t i
+    memset(card, 0, sizeof(hxa_card))
+    if len(data) > HXA_CARD_BYTES or len(fds) > HXA_CARD_FDS:
+        raise errors.ProtocolError(f"a card of {len(data)} bytes and {len(fds)} descriptors is over the limit")
+    memcpy(card.data, <char *>data, len(data))
+    card.len = <uint32_t>len(data)
+    for i in range(len(fds)):
+        card.fds[i] = fds[i]
+    card.nfds = <uint32_t>len(fds)
+    return 0
+
+
+def table_problem(capsule):
+    """Why `capsule` is no driver table that this core understands, or None."""
+    cdef const hxa_driver *table
+    if not PyCapsule_IsValid(capsule, HXA_DRIVER_CAPSULE):
+        return f"{capsule!r} is not a capsule named {HXA_DRIVER_CAPSULE.decode()!r}"
+    table = <const hxa_driver *>PyCapsule_GetPointer(capsule, HXA_DRIVER_CAPSULE)
+    if table.abi != HXA_DRIVER_ABI:
+        return f"it was built for driver interface {table.abi}, this core has {HXA_DRIVER_ABI}; rebuild it"
+    if table.size < sizeof(hxa_driver):
+        return f"its table has {table.size} bytes, this core needs {sizeof(hxa_driver)}; rebuild it"
+    return None
+
+
+def table_capabilities(capsule):
+    """The capability bits of a driver's table."""
+    return (<const hxa_driver *>PyCapsule_GetPointer(capsule, HXA_DRIVER_CAPSULE)).caps
+
+
+cdef class Driver:
+    """An opened driver."""
+
+    def __cinit__(self, Hub core, capsule, str name, dict options):
+        cdef hxa_option pairs[16]
+        cdef hxa_limits limits
+        cdef char text[512]
+        cdef Py_ssize_t i
+        problem = table_problem(capsule)
+        if problem is not None:
+            raise errors.DriverLoadError(f"driver {name!r}: {problem}")
+        if len(core.drivers) == MAX_DRIVERS:
+            raise errors.InvalidArgumentError(f"an engine takes at most {MAX_DRIVERS} drivers")
+        if len(options) > 16:
+            raise errors.InvalidArgumentError(f"driver {name!r}: at most 16 options")
+        self.core, self.capsule, self.options, self.name = core, capsule, options, name
+        self.table = <const hxa_driver *>PyCapsule_GetPointer(capsule, HXA_DRIVER_CAPSULE)
+        encoded = []
+        for key, value in options.items():
+            # A driver that wraps another gets the other's table by its address.
+            if PyCapsule_IsValid(value, HXA_DRIVER_CAPSULE):
+                value = hex(<size_t>PyCapsule_GetPointer(value, HXA_DRIVER_CAPSULE))
+            encoded.append((str(key).encode(), str(value).encode()))
+        for i in range(len(encoded)):
+            pairs[i].key = <bytes>encoded[i][0]
+            pairs[i].value = <bytes>encoded[i][1]
+        text[0] = 0
+        cdef size_t count = len(encoded)
+        cdef int answer
+        with nogil:
+            answer = self.table.open(pairs, count, &core.sink, &self.instance, text, sizeof(text))
+        if answer:
+            self.instance = NULL
+            reason = text.decode("utf-8", "replace") or str(driver_error(self, -answer, 0, "open", None))
+            kind = errors.InvalidArgumentError if -answer == HXA_E_INVALID else errors.DriverError
+            raise kind(f"driver {name!r} could not be opened: {reason}")
+        memset(&limits, 0, sizeof(limits))
+        self.table.limits(self.instance, &limits)
+        self.capabilities = limits.caps if limits.caps else self.table.caps
+        self.note_limit = limits.note_bytes
+        self.descriptor_limit = limits.descriptors
+        self.inline_limit = limits.inline_bytes
+        self.alignment = limits.alignment
+        self.index = len(core.drivers)
+        core.drivers.append(self)
+
+    def __repr__(self):
+        return f"<Driver {self.name!r}>"
+
+    def stats(self):
+        """The driver's own counters and gauges, by name."""
+        cdef hxa_stats stats
+        if self.instance == NULL:
+            return {}
+        self.table.stats(self.instance, &stats)
+        return stats
+
+    def link_new(self, uint64_t cookie, str peer):
+        """Our half of a link: ``(link, card bytes, card descriptors)``."""
+        cdef hxa_card card
+        cdef Link link = Link.__new__(Link)
+        link.driver, link.cookie, link.peer, link.fd = self, cookie, peer, -1
+        memset(&card, 0, sizeof(card))
+        cdef int answer = self.table.link_new(self.instance, cookie, &link.link, &card)
+        if answer:
+            link.link = NULL
+            raise driver_error(self, -answer, 0, "new link", peer)
+        data, fds = unpack_card(&card)
+        return link, data, fds
+
+    def after_fork(self):
+        """In a child of fork(): closes the child's copies of descriptors."""
+        if self.instance != NULL and self.table.after_fork != NULL:
+            self.table.after_fork(self.instance)
+
+    def close(self):
+        """Closes the driver now, or when the last view of its memory is dropped."""
+        self.closing = True
+        self._close_if_unused()
+
+    cdef int _forget(self) except -1:
+        self.memories -= 1
+        if self.closing:
+            self._close_if_unused()
+        return 0
+
+    def _close_if_unused(self):
+        cdef hxa_instance *instance = self.instance
+        if self.memories == 0 and instance != NULL:
+            with nogil:
+                self.table.close(instance)
+            self.instance = NULL
+            self.core._dispose()
+
+
+cdef class Link:
+    """One driver's way to one peer."""
+
+    def connect(self, bytes data, list fds):
+        """Joins our half with the peer's card; the driver owns `fds` from here on.
+
+        :return: an awaitable.
+        """
+        cdef hxa_card card
+        pack_card(&card, data, fds)
+        cdef hxa_op *op = self.driver.core._control(self)
+        return self.driver.core._answer(op, self.driver.table.link_connect(self.link, &card, op), "connect")
+
+    def watch(self):
+        """From here on work may be submitted, and the loop polls the link when its descriptor is readable."""
+        self.up = True
+        self.fd = self.driver.table.link_fd(self.link)
+        if self.fd >= 0:
+            self.driver.core.loop.add_reader(self.fd, self.poll)
+            self.poll()
+
+    def refuse(self):
+        """No new work: the driver reported that the link is down."""
+        self.up = False
+
+    def poll(self):
+        """Takes what the peer sent; again on the next pass of the loop while there is more."""
+        self.poll_scheduled = False
+        if self.link == NULL or self.fd < 0:
+            return
+        cdef Hub core = self.driver.core
+        # Events land in the mailbox; we empty it ourselves below, so no signal is needed.
+        core.box.armed = 0
+        if self.driver.table.poll(self.link, POLL_EVENTS) and not self.poll_scheduled:
+            self.poll_scheduled = True
+            core.call_soon(self.poll)
+        core._drain()
+
+    def fence(self):
+        """Waits until the peer can no longer touch memory of ours through this link; it may never come.
+
+        :return: an awaitable.
+        """
+        cdef hxa_op *op = self.driver.core._control(self)
+        return self.driver.core._answer(op, self.driver.table.link_fence(self.link, op), "fence")
+
+    def stop(self, bint dead):
+        """Refuses new work and ends what runs; `dead`: the peer's process is known to be gone.  Idempotent.
+
+        :return: an awaitable, done when no thread of ours works for this link any more.
+        """
+        cdef Hub core = self.driver.core
+        cdef hxa_op *op
+        self.up = False
+        if self.fd >= 0:
+            core.loop.remove_reader(self.fd)
+            self.fd = -1
+        if self.stopping is None or (dead and not self.stopping.done()):
+            op = core._control(self)
+            self.stopping = core._answer(op, self.driver.table.link_stop(self.link, dead, op), "stop of a link")
+        return self.stopping
+
+    def free(self):
+        """Gives the link back; only after `stop` is done and all its flights are released."""
+        cdef hxa_link *link = self.link
+        self.link = NULL
+        if link != NULL:
+            self.driver.table.link_free(link)

@@ -1,0 +1,299 @@
+"""Memory that transfers may name, and ranges of it."""
+
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo, PyBuffer_Release
+from cpython.object cimport PyObject
+from libc.string cimport memset
+
+from ._link cimport Driver, Hub, Link, MAX_DRIVERS, driver_error, hxa_mailbox, pack_card, unpack_card
+from .driver cimport *
+
+from . import errors
+
+cdef extern from "Python.h":
+    unsigned long PyThread_get_thread_ident() nogil
+    bint PySlice_Check(object)
+
+cdef extern from "hxa_mailbox.h" nogil:
+    void hxa_mailbox_signal(hxa_mailbox *box)
+
+cdef extern from *:
+    """
+    static inline PyObject *hxa_slice_start(PyObject *s) { return ((PySliceObject *)s)->start; }
+    static inline PyObject *hxa_slice_stop(PyObject *s) { return ((PySliceObject *)s)->stop; }
+    static inline PyObject *hxa_slice_step(PyObject *s) { return ((PySliceObject *)s)->step; }
+    """
+    PyObject *hxa_slice_start(object)
+    PyObject *hxa_slice_stop(object)
+    PyObject *hxa_slice_step(object)
+
+
+cdef class Memory:
+    """Memory that transfers may name: a window of ours, or a peer's after import."""
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, key):
+        return make_slice(self, 0, self.size, key)
+
+    cdef int _unpin(self) except -1:
+        self.flights -= 1
+        if not self.alive and self.flights == 0:
+            self._let_go()
+        return 0
+
+    cdef int _let_go(self) except -1:
+        """Retired, and no flight or peer holds it any more."""
+        waiters, self.waiters = self.waiters, None
+        for waiter in waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)
+        return self._bury()
+
+    def retire(self):
+        """No new work from now on; the drivers' handles go when the last flight, peer and view are gone."""
+        if self.alive:
+            self.alive = False
+            if self.flights == 0:
+                self._let_go()
+
+    def drained(self):
+        """Waits until no flight touches this memory any more.
+
+        :return: an awaitable; cancelling it only ends the wait.
+        """
+        return self.core._drained(self, 0, self.size)
+
+    def released(self):
+        """Waits until the memory is closed, and no flight and no peer holds it; cancelling only ends the wait.
+
+        :return: an awaitable.
+        """
+        waiter = self.core.loop.create_future()
+        if not self.alive and self.flights == 0:
+            waiter.set_result(None)
+        elif self.waiters is None:
+            self.waiters = [waiter]
+        else:
+            self.waiters.append(waiter)
+        return waiter
+
+    cdef int _bury(self) except -1:
+        """Releases the driver's handles now, or on the loop's thread where that is still running (header, T2)."""
+        if self.alive or self.flights or self.exports:
+            return 0
+        if not self.core.finished and PyThread_get_thread_ident() != self.core.thread:
+            self.core.graveyard.append(self)
+            hxa_mailbox_signal(self.core.box)
+            return 0
+        return self._release()
+
+    cdef int _release(self) except -1:
+        raise NotImplementedError
+
+    def pin(self):
+        """Holds the memory beyond `retire`, for a peer that has it mapped; `unpin` undoes it."""
+        self.flights += 1
+
+    def unpin(self):
+        """Undoes one `pin`."""
+        self._unpin()
+
+    @property
+    def pins(self):
+        """How many flights and peers hold this memory."""
+        return self.flights
+
+
+cdef class LocalMemory(Memory):
+    """Memory of this process, known to the drivers."""
+
+    def __dealloc__(self):
+        PyBuffer_Release(&self.source)
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        if not self.alive:
+            raise errors.ClosedError("this region was closed; take its views before")
+        PyBuffer_FillInfo(view, self, self.address, self.size, self.readonly, flags)
+        self.exports += 1
+
+    def __releasebuffer__(self, Py_buffer *view):
+        self.exports -= 1
+        if self.exports == 0 and not self.alive:
+            self._bury()
+
+    @property
+    def address(self):
+        """Address of the first byte in this process."""
+        return <size_t>self.address
+
+    cdef int _release(self) except -1:
+        cdef Driver driver
+        cdef int i
+        for i in range(MAX_DRIVERS):
+            if self.mems[i] != NULL:
+                driver = self.core.drivers[i]
+                driver.table.mem_release(self.mems[i])
+                self.mems[i] = NULL
+                driver._forget()
+        if self.address != NULL:
+            self.address = NULL
+            self.core.local_memories -= 1
+        PyBuffer_Release(&self.source)
+        self.owner = None
+        return 0
+
+    def export(self, Driver driver, uint32_t rights):
+        """The card that lets a peer of `driver` import this memory: ``(bytes, descriptors)``, descriptors owned by the caller."""
+        cdef hxa_card card
+        if self.mems[driver.index] == NULL:
+            raise errors.DriverError(f"driver {driver.name!r} does not know this memory")
+        memset(&card, 0, sizeof(card))
+        cdef int answer = driver.table.mem_export(self.mems[driver.index], rights, &card)
+        if answer:
+            raise driver_error(driver, -answer, 0, "export of a region", None)
+        return unpack_card(&card)
+
+    def known_to(self, Driver driver):
+        """True if `driver` can export this memory."""
+        return self.mems[driver.index] != NULL
+
+
+cdef class RemoteMemory(Memory):
+    """A peer's memory, imported over one link."""
+
+    def map(self, Link link, bytes data, list fds, uint64_t size, uint32_t rights):
+        """Imports what a peer exported as a card; the driver owns `fds` from here on.
+
+        :return: an awaitable; the memory is usable once it is done, and must be retired in any case.
+        """
+        cdef hxa_card card
+        cdef Hub core = link.driver.core
+        cdef hxa_op *op
+        cdef int index = link.driver.index
+        pack_card(&card, data, fds)
+        op = core._control(link)
+        self.core, self.link, self.size, self.rights = core, link, size, rights
+        cdef int answer = link.driver.table.mem_import(link.link, &card, size, rights, &self.mems[index], op)
+        if answer < 0:
+            self.mems[index] = NULL
+        else:
+            self.alive = True
+            link.driver.memories += 1
+            core.remote_memories += 1
+        return core._answer(op, answer, "import of a region")
+
+    cdef int _release(self) except -1:
+        cdef Driver driver = self.link.driver
+        if self.mems[driver.index] != NULL:
+            driver.table.mem_release(self.mems[driver.index])
+            self.mems[driver.index] = NULL
+            self.core.remote_memories -= 1
+            driver._forget()
+        return 0
+
+
+@cython.final
+@cython.freelist(64)
+cdef class Slice:
+    """A range of bytes of a region; made by ``region[a:b]``."""
+
+    def __getitem__(self, key):
+        return make_slice(self.memory, self.offset, self.length, key)
+
+    def __len__(self):
+        return self.length
+
+    def __repr__(self):
+        return f"{self.memory!r}[{self.offset}:{self.offset + self.length}]"
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        cdef Memory memory = self.memory
+        if memory.address == NULL:
+            raise BufferError("a remote range has no memory here; read it into a local one")
+        if not memory.alive:
+            raise errors.ClosedError("this region was closed; take its views before")
+        PyBuffer_FillInfo(view, self, memory.address + self.offset, self.length, (<LocalMemory>memory).readonly, flags)
+        memory.exports += 1
+
+    def __releasebuffer__(self, Py_buffer *view):
+        cdef Memory memory = self.memory
+        memory.exports -= 1
+        if memory.exports == 0 and not memory.alive:
+            memory._bury()
+
+    def drained(self):
+        """Waits until no flight touches this range any more, those included whose handle was lost.
+
+        :return: an awaitable; cancelling it only ends the wait.
+        """
+        return self.memory.core._drained(self.memory, self.offset, self.length)
+
+
+cdef inline uint64_t _bound(PyObject *value, uint64_t default, str name) except? <uint64_t>-1:
+    if value == <PyObject *>None:
+        return default
+    try:
+        return <object>value
+    except (OverflowError, TypeError):
+        raise errors.RangeError(
+            f"slice {name} is {<object>value!r}; slices count bytes from 0, and never reach outside"
+        ) from None
+
+
+cdef Slice make_slice(Memory memory, uint64_t base, uint64_t size, object key):
+    if not PySlice_Check(key):
+        raise errors.InvalidArgumentError(f"index with a slice of bytes such as region[0:4096], not with {key!r}")
+    cdef PyObject *step = hxa_slice_step(key)
+    if step != <PyObject *>None and <object>step != 1:
+        raise errors.RangeError(f"slice step is {<object>step!r}; only contiguous ranges (step 1) can be moved")
+    cdef uint64_t start = _bound(hxa_slice_start(key), 0, "start")
+    cdef uint64_t stop = _bound(hxa_slice_stop(key), size, "stop")
+    if start > stop or stop > size:
+        raise errors.RangeError(f"range [{start}:{stop}] lies outside of {size} bytes; slices are never clamped")
+    cdef Slice piece = Slice.__new__(Slice)
+    piece.memory = memory
+    piece.offset = base + start
+    piece.length = stop - start
+    return piece
+
+
+cdef Slice whole(object side, str name, type kind):
+    """A region or a range of one, as a range."""
+    cdef Slice piece
+    if isinstance(side, Slice):
+        piece = side
+    elif isinstance(side, Memory):
+        piece = Slice.__new__(Slice)
+        piece.memory = side
+        piece.length = piece.memory.size
+    else:
+        raise errors.InvalidArgumentError(f"{name} must be a region or a range of one, not {type(side).__name__}")
+    if not isinstance(piece.memory, kind):
+        raise errors.InvalidArgumentError(
+            f"{name} must be {'local: a region of this engine' if kind is LocalMemory else 'a region of a peer'}, "
+            f"not {piece.memory!r}"
+        )
+    return piece
+
+
+cdef int check_access(Memory remote, uint32_t verb) except -1:
+    cdef uint32_t needed = HXA_RIGHT_READ if verb == HXA_READ else HXA_RIGHT_WRITE
+    if remote.rights & needed == 0:
+        word = "read" if verb == HXA_READ else "write"
+        raise errors.AccessError(f"{remote!r} does not grant {word!r}; its owner decides that by access= at allocate or register")
+    return 0
+
+
+cdef int raise_gone(object memory) except -1:
+    """Why no new work may use `memory`."""
+    cdef RemoteMemory remote
+    if isinstance(memory, RemoteMemory):
+        remote = memory
+        if not remote.link.up:
+            raise errors.PeerLostError(f"peer {remote.link.peer!r} is gone; connect again", peer=remote.link.peer)
+        raise errors.StaleRegionError(
+            f"{memory!r} was closed by its owner; await peer.region(name) for a new one", peer=remote.link.peer
+        )
+    raise errors.ClosedError(f"{memory!r} was closed; no new work may use it")

@@ -1,0 +1,49 @@
+# Transfers; every field explained.
+from cpython.buffer cimport Py_buffer
+from libc.stdint cimport uint64_t
+
+from ._link cimport Hub, Link
+from ._memory cimport Memory
+from .driver cimport hxa_batch, hxa_desc, hxa_op
+
+cdef enum: ACTIVE, DONE, FAILED, CANCELLED
+cdef enum: CREDIT = 128
+
+
+cdef class Drain:
+    cdef object future
+    cdef Py_ssize_t missing           # flights that are not released yet
+
+    cdef int _one(self) except -1
+
+
+cdef class Transfer:
+    cdef hxa_op op                    # the driver's part of the slot; op.owner is this object
+    cdef hxa_batch batch
+    cdef hxa_desc desc                # storage of a batch of one
+    cdef Hub core
+    cdef readonly Link link
+    cdef object local                 # pins: LocalMemory, Batch, or an object whose address is used
+    cdef Memory remote                # pins the remote side of a batch of one
+    cdef Memory signal                # pins the memory of the signal word
+    cdef Py_buffer view               # pins a plain local buffer; view.obj is NULL otherwise
+    cdef object topic, note           # bytes that the batch points to
+    cdef int outcome                  # ACTIVE, DONE, FAILED, CANCELLED
+    cdef bint control                 # not a transfer: a link or memory call; not counted, no deadline
+    cdef bint flying                  # accepted, not yet released: linked in Core.first
+    cdef public bint _asyncio_future_blocking
+    cdef object exc                   # the failure
+    cdef object unretrieved           # reports a failure that nobody looked at
+    cdef object callback, context     # the usual single waiter
+    cdef list callbacks               # further (callback, context)
+    cdef list drains                  # Drain objects that wait for the release
+    cdef object timer                 # TimerHandle of an explicit deadline
+    cdef double moved                 # loop time of the last progress seen
+    cdef uint64_t landed              # bytes at that time
+    cdef void *next                   # Transfer: list of flights
+    cdef void *prev
+
+    cdef int _resolve(self, int outcome, object exc) except -1
+    cdef int _unpin(self) except -1
+    cdef int _stop(self) except -1
+    cdef object _failure(self)

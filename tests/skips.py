@@ -1,0 +1,37 @@
+"""A pytest plugin: says how to run what a run skipped, or, with ``--no-skips``, counts a skip as a failure.
+
+``make test`` loads it.  CI installs everything that is optional and passes ``--no-skips``, so that no test can go missing there.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="fail if any test is skipped")
+
+
+def _skipped(config: pytest.Config) -> int:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    return len(reporter.stats.get("skipped", ())) if reporter is not None else 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    yield
+    if session.config.getoption("--no-skips") and exitstatus == pytest.ExitCode.OK and _skipped(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    count = _skipped(config)
+    if not count:
+        return
+    if config.getoption("--no-skips"):
+        terminalreporter.write_line(f"{count} skipped, and --no-skips was given: this run has failed", red=True)
+    else:
+        terminalreporter.write_line(
+            f"{count} skipped, for the reasons above; `make optional` installs what can be installed (torch, the demo's model)",
+            yellow=True,
+        )
