@@ -84,14 +84,14 @@ $(VENV)/base: pyproject.toml setup.py
 		{ echo "hixl_async needs Python 3.11 or newer, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1); name another: make PYTHON=..."; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP) install 'setuptools>=77' 'Cython>=3.1,<4'
-	@echo "building hixl_async ..."
-	$(PIP) install --no-build-isolation --editable '.[uvloop]'
-	@rm -f $(VENV)/built* && touch $@ $(BUILT)
+	@rm -f $(VENV)/installed && touch $@
 
+# Installing compiles everything, and keeps nothing to compile less the next time.
 $(BUILT): $(VENV)/base $(SOURCES)
-	@echo "building hixl_async ..."
-	$(PY) setup.py --quiet build_ext --inplace
-	@rm -f $(VENV)/built* && touch $@
+	@echo "compiling hixl_async ..."
+	@if [ -e $(VENV)/installed ]; then $(PY) setup.py --quiet build_ext --inplace; \
+		else $(PIP) install --no-build-isolation --editable '.[uvloop]'; fi
+	@rm -f $(VENV)/built* && touch $(VENV)/installed $@
 
 # The packages of one extra in pyproject.toml.
 $(VENV)/extra-%: $(VENV)/base

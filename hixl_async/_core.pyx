@@ -444,7 +444,7 @@ cdef class Core(Hub):
         Py_INCREF(call)  # until _answer
         return &call.op
 
-    cdef object _answer(self, hxa_op *op, int answer, str what):
+    cdef object _answer(self, hxa_op *op, int answer, str what, object memory=None):
         cdef Transfer call = <Transfer>op.owner
         Py_DECREF(call)
         if answer == HXA_DONE:
@@ -452,6 +452,9 @@ cdef class Core(Hub):
         elif answer == HXA_PENDING:
             self._track(call)
             call.link.flights += 1
+            if memory is not None:
+                call.remote = memory
+                call.remote.flights += 1
         else:
             raise driver_error(call.link.driver, -answer, op.native, what, call.link.peer)
         return call
@@ -590,9 +593,11 @@ cdef class Core(Hub):
             node = (<Transfer>node).next
         return flights
 
-    def _drained_transfers(self, list flights):
+    def _drained_transfers(self, list transfers):
+        """Waits for the release of those that still fly."""
         cdef Drain drain = Drain.__new__(Drain)
         cdef Transfer transfer
+        cdef list flights = [transfer for transfer in transfers if transfer.flying]
         drain.future = self.loop.create_future()
         drain.missing = len(flights)
         if not flights:
@@ -618,6 +623,11 @@ cdef class Core(Hub):
         return self._drained_transfers([
             transfer for transfer in self._flights() if _touches_local(transfer, start, size)
         ])
+
+    def _drained_link(self, Link link):
+        """Waits for every flight over a link."""
+        cdef Transfer transfer
+        return self._drained_transfers([transfer for transfer in self._flights() if transfer.link is link])
 
     def drained(self, buffer):
         """Waits until no flight touches the memory of `buffer`: a region, a range of one, or any buffer given to read or write.

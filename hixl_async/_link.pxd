@@ -36,7 +36,7 @@ cdef class Hub:
 
     cdef int _drain(self) except -1
     cdef hxa_op *_control(self, Link link) except NULL
-    cdef object _answer(self, hxa_op *op, int answer, str what)
+    cdef object _answer(self, hxa_op *op, int answer, str what, object memory=*)
     cdef int _dispose(self) except -1
 
 
@@ -67,8 +67,11 @@ cdef class Link:
     cdef readonly bint up             # submits are accepted
     cdef int fd                       # the driver's descriptor that is watched, or -1
     cdef bint poll_scheduled
-    cdef object stopping              # the first stop, for everybody who stops again
+    cdef list stops                   # Transfer: the first stop, and the one that told that the peer is dead
+    cdef bint dead                    # a stop has told so
     cdef readonly Py_ssize_t flights  # slots of this link not released yet
+
+    cdef int _must_exist(self, list fds) except -1
 
 
 cdef object driver_error(Driver driver, int status, int native, str what, str peer, object index=*)

@@ -6,9 +6,13 @@ from libc.string cimport memcpy, memset
 
 from .driver cimport *
 
+import os
+
 from . import errors
 
 cdef enum: POLL_EVENTS = 256
+# What a peer sent before its end is still taken, but no more than this many times POLL_EVENTS: it may be still sending.
+cdef enum: LAST_POLLS = 64
 
 EVENT_NOTE = HXA_EVENT_NOTE
 EVENT_SIGNAL = HXA_EVENT_SIGNAL
@@ -42,8 +46,8 @@ cdef class Hub:
         """The op of a link or memory call; `_answer` must follow, whatever the driver says."""
         raise NotImplementedError
 
-    cdef object _answer(self, hxa_op *op, int answer, str what):
-        """What the driver answered to such a call, as an awaitable."""
+    cdef object _answer(self, hxa_op *op, int answer, str what, object memory=None):
+        """What the driver answered to such a call, as an awaitable; `memory` stays pinned until the driver is done with it."""
         raise NotImplementedError
 
     cdef int _dispose(self) except -1:
@@ -86,9 +90,12 @@ cdef tuple unpack_card(hxa_card *card):
 
 
 cdef int pack_card(hxa_card *card, bytes data, list fds) except -1:
+    """What a peer sent as a card; `fds` are the driver's from here on, or closed."""
     cdef Py_ssize_t i
     memset(card, 0, sizeof(hxa_card))
     if len(data) > HXA_CARD_BYTES or len(fds) > HXA_CARD_FDS:
+        for fd in fds:
+            os.close(fd)
         raise errors.ProtocolError(f"a card of {len(data)} bytes and {len(fds)} descriptors is over the limit")
     memcpy(card.data, <char *>data, len(data))
     card.len = <uint32_t>len(data)
@@ -177,7 +184,7 @@ cdef class Driver:
         """Our half of a link: ``(link, card bytes, card descriptors)``."""
         cdef hxa_card card
         cdef Link link = Link.__new__(Link)
-        link.driver, link.cookie, link.peer, link.fd = self, cookie, peer, -1
+        link.driver, link.cookie, link.peer, link.fd, link.stops = self, cookie, peer, -1, []
         memset(&card, 0, sizeof(card))
         cdef int answer = self.table.link_new(self.instance, cookie, &link.link, &card)
         if answer:
@@ -221,8 +228,17 @@ cdef class Link:
         """
         cdef hxa_card card
         pack_card(&card, data, fds)
+        self._must_exist(fds)
         cdef hxa_op *op = self.driver.core._control(self)
         return self.driver.core._answer(op, self.driver.table.link_connect(self.link, &card, op), "connect")
+
+    cdef int _must_exist(self, list fds) except -1:
+        """Raises if the link was given back already; `fds` are closed then."""
+        if self.link == NULL:
+            for fd in fds:
+                os.close(fd)
+            raise errors.PeerLostError(f"peer {self.peer!r} is gone", peer=self.peer)
+        return 0
 
     def watch(self):
         """From here on work may be submitted, and the loop polls the link when its descriptor is readable."""
@@ -254,24 +270,40 @@ cdef class Link:
 
         :return: an awaitable.
         """
+        self._must_exist([])
         cdef hxa_op *op = self.driver.core._control(self)
         return self.driver.core._answer(op, self.driver.table.link_fence(self.link, op), "fence")
 
-    def stop(self, bint dead):
-        """Refuses new work and ends what runs; `dead`: the peer's process is known to be gone.  Idempotent.
+    def drained(self):
+        """Waits until no flight uses this link any more.
 
-        :return: an awaitable, done when no thread of ours works for this link any more.
+        :return: an awaitable; cancelling it only ends the wait.
+        """
+        return self.driver.core._drained_link(self)
+
+    def stop(self, bint dead):
+        """Takes what the peer sent so far, then refuses new work and ends what runs.  Idempotent.
+
+        :param dead: the peer's process is known to be gone; may be told later, by a second call.
+        :return: an awaitable, done when no thread of ours works for this link any more; cancelling it only ends the wait.
         """
         cdef Hub core = self.driver.core
         cdef hxa_op *op
         self.up = False
         if self.fd >= 0:
+            for _ in range(LAST_POLLS):
+                if not self.driver.table.poll(self.link, POLL_EVENTS):
+                    break
+            core._drain()
+        # The peer's last words may have led here a second time.
+        if self.fd >= 0:
             core.loop.remove_reader(self.fd)
             self.fd = -1
-        if self.stopping is None or (dead and not self.stopping.done()):
+        if self.link != NULL and (not self.stops or (dead and not self.dead)):
             op = core._control(self)
-            self.stopping = core._answer(op, self.driver.table.link_stop(self.link, dead, op), "stop of a link")
-        return self.stopping
+            self.stops.append(core._answer(op, self.driver.table.link_stop(self.link, dead, op), "stop of a link"))
+        self.dead |= dead
+        return core._drained_transfers(self.stops)
 
     def free(self):
         """Gives the link back; only after `stop` is done and all its flights are released."""

@@ -81,7 +81,7 @@ cdef class Memory:
 
     cdef int _bury(self) except -1:
         """Releases the driver's handles now, or on the loop's thread where that is still running (header, T2)."""
-        if self.alive or self.flights or self.exports:
+        if self.alive or self.flights or self.exports or self.core.forked:
             return 0
         if not self.core.finished and PyThread_get_thread_ident() != self.core.thread:
             self.core.graveyard.append(self)
@@ -173,6 +173,7 @@ cdef class RemoteMemory(Memory):
         cdef hxa_op *op
         cdef int index = link.driver.index
         pack_card(&card, data, fds)
+        link._must_exist(fds)
         op = core._control(link)
         self.core, self.link, self.size, self.rights = core, link, size, rights
         cdef int answer = link.driver.table.mem_import(link.link, &card, size, rights, &self.mems[index], op)
@@ -182,7 +183,7 @@ cdef class RemoteMemory(Memory):
             self.alive = True
             link.driver.memories += 1
             core.remote_memories += 1
-        return core._answer(op, answer, "import of a region")
+        return core._answer(op, answer, "import of a region", self)
 
     cdef int _release(self) except -1:
         cdef Driver driver = self.link.driver

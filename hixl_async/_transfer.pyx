@@ -214,7 +214,7 @@ cdef class Transfer:
 
         :return: an awaitable; cancelling it only ends the wait.
         """
-        return self.core._drained_transfers([self] if self.flying else [])
+        return self.core._drained_transfers([self])
 
     # -- life of the slot
 

@@ -10,7 +10,7 @@ from typing import Any
 from .errors import InvalidArgumentError
 from .types import Address
 
-__all__ = ["DEFAULT_DRIVERS", "EngineConfig"]
+__all__ = ["DEFAULT_DRIVERS", "Drivers", "EngineConfig", "parse_address"]
 
 #: What an engine opens when neither ``drivers=`` nor ``HIXL_ASYNC_DRIVERS`` says otherwise.
 DEFAULT_DRIVERS = ("shm",)
@@ -32,7 +32,7 @@ class EngineConfig:
     #: Shared secret; None: only processes of the same user on this host are admitted.
     secret: bytes | None = field(default=None, repr=False)
     #: Driver names in order of preference, with the options of each.
-    drivers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: dict.fromkeys(DEFAULT_DRIVERS, {}))
+    drivers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {name: {} for name in DEFAULT_DRIVERS})
     #: Folder for the Unix socket, for containers that share one; None: a name without a file.
     unix_dir: str | None = None
     #: Seconds without progress after which a transfer fails.
@@ -47,18 +47,24 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("stall", "connect_timeout", "close_timeout"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            if not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {value!r}")
         for name in ("name", "domain"):
             value = getattr(self, name)
-            if not isinstance(value, str) or not 0 < len(value.encode()) <= 128:
-                raise InvalidArgumentError(f"{name} must be a string of 1 to 128 bytes, not {value!r}")
-        if self.secret is not None and len(self.secret) < 8:
+            if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= 128:
+                raise InvalidArgumentError(f"{name} must be a string of 1 to 128 printable characters, not {value!r}")
+        if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < 8):
             raise InvalidArgumentError("secret must have at least 8 bytes; use for example secrets.token_bytes(32)")
-        if self.notification_limit < 1:
-            raise InvalidArgumentError(f"notification_limit must be at least 1, not {self.notification_limit!r}")
+        if self.unix_dir is not None and not isinstance(self.unix_dir, str):
+            raise InvalidArgumentError(f"unix_dir must be the path of a folder or None, not {self.unix_dir!r}")
+        limit = self.notification_limit
+        if not isinstance(limit, int) or limit < 1:
+            raise InvalidArgumentError(f"notification_limit must be a number of messages of at least 1, not {limit!r}")
         if not self.drivers:
             raise InvalidArgumentError("drivers is empty; name at least one, for example drivers=['shm']")
+        for driver, options in self.drivers.items():
+            if not isinstance(driver, str) or not isinstance(options, Mapping):
+                raise InvalidArgumentError(f"drivers maps names to options, not {driver!r} to {options!r}")
 
     @classmethod
     def build(
@@ -79,21 +85,30 @@ class EngineConfig:
         if drivers is None:
             listed = os.environ.get("HIXL_ASYNC_DRIVERS", "")
             drivers = [word.strip() for word in listed.split(",") if word.strip()] or DEFAULT_DRIVERS
-        if isinstance(drivers, str):
-            raise InvalidArgumentError(f"drivers must be a list of names or a mapping, not the string {drivers!r}")
         if not isinstance(drivers, Mapping):
+            if isinstance(drivers, str) or not all(isinstance(driver, str) for driver in drivers):
+                raise InvalidArgumentError(f"drivers must be a list of names or a mapping, not {drivers!r}")
             drivers = {driver: {} for driver in drivers}
-        try:
-            where = Address.parse(address) if isinstance(address, str) else address
-        except ValueError as error:
-            raise InvalidArgumentError(str(error)) from None
         unknown = settings.keys() - cls.__dataclass_fields__.keys()
         if unknown:
             raise InvalidArgumentError(f"unknown setting {', '.join(sorted(unknown))} of Engine")
         return cls(
-            address=where,
+            address=None if address is None else parse_address(address),
             name=name if name is not None else f"engine-{os.getpid()}",
             secret=secret.encode() if isinstance(secret, str) else secret,
             drivers=drivers,
             **settings,
         )
+
+
+def parse_address(address: str | Address) -> Address:
+    """`Address.parse` with this package's error.
+
+    :raises InvalidArgumentError: if `address` is none.
+    """
+    try:
+        return address if isinstance(address, Address) else Address.parse(address)
+    except (ValueError, AttributeError, TypeError):
+        raise InvalidArgumentError(
+            f"address must look like 'host:port' with a port in 0..65535, not {address!r}"
+        ) from None

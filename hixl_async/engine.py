@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
 import warnings
 import weakref
-from collections import deque
+from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from . import _link, drivers
 from ._core import Core
 from ._link import Driver
+from ._memory import LocalMemory, Slice
 from ._transfer import Transfer
-from .config import Drivers, EngineConfig
+from .calls import Handler
+from .config import Drivers, EngineConfig, parse_address
 from .control import Connection, Identity, Listener, dial
 from .errors import (
     ClosedError,
+    ConnectError,
     DriverError,
     HixlError,
     InvalidArgumentError,
     PeerLostError,
+    RangeError,
 )
+from .feed import Feed, Queue
 from .group import Group
-from .memory import Operand, Region, operand, parse_access
+from .memory import MAX_NAME, Operand, Region, operand, parse_access
 from .notify import Subscription, Topics
-from .peer import Handler, Peer
-from .types import AccessLike, Address, EngineStats, PeerState
+from .peer import Peer
+from .types import Access, AccessLike, Address, EngineStats, PeerState
 
 __all__ = ["Engine"]
 
 logger = logging.getLogger("hixl_async")
+
+#: Accepted peers that wait in one feed; more of them than a machine has descriptors for.
+ACCEPTED_LIMIT = 1 << 16
+
+#: Seconds that `aclose` waits beyond ``close_timeout`` for what only has to be torn down.
+LINGER = 2.0
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -53,7 +63,7 @@ class Engine(Core):
     :param address: ``"host:port"`` to listen on; port 0 picks one; None for an engine that only dials.
     :param name: what peers see; default: from the process id.
     :param domain: tenant; engines of different domains never connect.
-    :param secret: shared by all engines that may connect.  Without one only processes of the same user on this host may.
+    :param secret: shared by all engines that may connect.  Without one only processes of this user and host may.
     :param drivers: names in order of preference, or a mapping of names to options; default ``["shm"]``.
     :param unix_dir: folder for the Unix socket, for containers that share one.
     :param stall: seconds without progress after which a transfer fails.
@@ -95,10 +105,12 @@ class Engine(Core):
         self._numbers: dict[int, Region] = {}
         self._peers: dict[int, Peer] = {}
         self._next_number = 1
-        self._services: dict[str, Handler] = {}
+        self._services: dict[str, Handler] = {"hixl.ping": _pong}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._dials: dict[Address, asyncio.Lock] = {}
-        self._acceptors: list[_Acceptor] = []
+        # One dial at a time to each address; a lock lives as long as somebody holds it or waits for it.
+        self._dials: weakref.WeakValueDictionary[Address, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._dialling: set[asyncio.Task[Connection]] = set()
+        self._acceptors: list[Queue[Peer]] = []
         self._close_callbacks: list[Callable[[], None]] = []
         self._topics: Topics | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -143,50 +155,67 @@ class Engine(Core):
     async def aclose(self) -> None:
         """Refuses new work, drains what is in flight, says goodbye to peers, and gives everything back.  Idempotent.
 
-        Within ``close_timeout``; what a driver still holds after it is leaked, and the loop's exception handler hears of it.
+        Within ``close_timeout`` and a moment; what a driver still holds after it, or a peer may still write although it
+        belongs to somebody else, is leaked, and the loop's exception handler hears of it.
+
+        :raises WrongLoopError: if called in another event loop than that in which it was opened.
         """
         if self.forked or self.loop is None or (self.closed and self._closing is None):
             return
         if self._closing is None:
+            self._must_be_here()
             self._closing = self.loop.create_task(self._close())
         # A caller that is cancelled must not leave the engine half closed.
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         self._refuse_work()
+        until = self.loop.time() + self.config.close_timeout + LINGER
         for callback in self._close_callbacks:
-            callback()
+            try:
+                callback()
+            except Exception as error:
+                self._report(f"a callback of {self!r} failed", error)
+        for dialling in self._dialling:
+            dialling.cancel()
         if self._listener is not None:
             await self._listener.aclose()
-        await asyncio.gather(*(peer.aclose() for peer in self._peers.values()), return_exceptions=True)
+        await self._wait([peer._close() for peer in self._peers.values()], until)
         if self._topics is not None:
             self._topics.close()
-        for acceptor in list(self._acceptors):
-            acceptor.close()
+        for queue in self._acceptors:
+            queue.close()
+        self._acceptors.clear()
         for region in list(self._numbers.values()):
             self._forget_region(region)
         for peer in list(self._peers.values()):
-            # Lost peers whose death was never confirmed: this process gives its memory back all the same.
-            peer._release_all()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.close_timeout):
-                await self._all_drained()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            for region in peer._give_up():
+                self._report(f"{region!r} is leaked: {peer!r}, whose death is not confirmed, may still write it")
+        drained = self._all_drained()
+        await self._wait([drained, *self._tasks], until)
+        for waiting in (drained, *self._tasks):
+            waiting.cancel()
+        await self._wait(list(self._tasks), self.loop.time() + LINGER)
         leaked = self._finish()
         if leaked:
-            self.loop.call_exception_handler(
-                {"message": f"{self!r}: a driver still held the memory of {leaked} transfers at close; it is leaked"}
-            )
+            self._report(f"{self!r}: a driver still held the memory of {leaked} transfers at close; it is leaked")
         else:
             self._close_drivers()
         _engines.discard(self)
 
+    async def _wait(self, what: list[asyncio.Future[Any]], until: float) -> None:
+        if what:
+            await asyncio.wait(what, timeout=max(0, until - self.loop.time()))
+
     def _close_drivers(self) -> None:
         for driver in self._drivers.values():
             driver.close()
+
+    def _report(self, message: str, error: Exception | None = None) -> None:
+        context: dict[str, Any] = {"message": message}
+        if error is not None:
+            context["exception"] = error
+        self.loop.call_exception_handler(context)
 
     async def __aenter__(self) -> Engine:
         return await self.open()
@@ -197,6 +226,11 @@ class Engine(Core):
     def __del__(self) -> None:
         if not self.closed and not self.forked:
             warnings.warn(f"{self!r} was never closed; use 'async with'", ResourceWarning, source=self, stacklevel=2)
+
+    def _must_be_here(self) -> None:
+        """Raises what any call in a foreign loop, or in a child of fork(), raises; a closed engine will do."""
+        if self.forked or running_loop() is not self.loop:
+            self._refuse()
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the engine begins to close."""
@@ -255,13 +289,14 @@ class Engine(Core):
         :raises InvalidArgumentError: if an argument is malformed or the name is taken.
         :raises DriverError: if there is not enough memory.
         """
-        self._check_new_region(name)
+        self._check_new_region(name, grant)
         if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < 1 << 62:
             raise InvalidArgumentError(f"size must be a positive number of bytes, not {size!r}")
         region = Region(self, name, parse_access(access), grant)
         allocator = next((d for d in self._drivers.values() if d.capabilities & _link.CAP_ALLOC), None)
         if allocator is None:
-            raise DriverError(f"none of the drivers ({', '.join(self._drivers)}) allocates memory; register a buffer of yours")
+            names = ", ".join(self._drivers)
+            raise DriverError(f"none of the drivers ({names}) allocates memory; register a buffer of yours")
         self._adopt(region, allocator, size, int(region.access))
         self._register_everywhere(region, allocator)
         return self._enter_region(region)
@@ -281,32 +316,45 @@ class Engine(Core):
         :raises BufferTypeError: if `buffer` has no contiguous memory, or is read-only and `access` lets peers write.
         :raises DriverError: if no driver can register memory that exists already.
         """
-        self._check_new_region(name)
-        region = Region(self, name, parse_access(access), grant)
-        if isinstance(buffer, Region):
-            raise InvalidArgumentError(f"{buffer!r} is a region already")
-        if hasattr(type(buffer), "__buffer__") or _has_buffer(buffer):
+        self._check_new_region(name, grant)
+        region = Region(self, name, parse_access(access), grant, borrowed=True)
+        if isinstance(buffer, LocalMemory | Slice):
+            raise InvalidArgumentError(f"{buffer!r} is, or lies in, a region already; peers can be given that")
+        if _has_buffer(buffer):
             self._borrow(region, buffer, int(region.access))
         else:
-            where = operand(buffer, bool(region.access & 2))
-            if where.size == 0:
-                raise InvalidArgumentError("the buffer is empty; there is nothing to register")
-            self._borrow_address(region, where.owner, where.address, where.size, int(region.access))
+            self._borrow_object(region, buffer)
         self._register_everywhere(region, None)
         return self._enter_region(region)
 
-    def _check_new_region(self, name: str) -> None:
+    def _check_new_region(self, name: str, grant: object) -> None:
         self._must_be_open()
-        if not isinstance(name, str) or not 0 < len(name.encode()) <= 256:
-            raise InvalidArgumentError(f"name must be a string of 1 to 256 bytes, not {name!r}")
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= MAX_NAME:
+            raise InvalidArgumentError(f"name must be a printable string of 1 to {MAX_NAME} bytes, not {name!r}")
         if name in self._names:
             raise InvalidArgumentError(f"region {name!r} exists already; close it first, or choose another name")
+        if grant is not None and not callable(grant):
+            raise InvalidArgumentError(f"grant must be a function of a peer, not {grant!r}")
+
+    def _borrow_object(self, region: Region, obj: Any) -> None:
+        where = operand(obj, bool(region.access & Access.WRITE))
+        owner: Any = where.owner
+        if _has_buffer(owner):  # which also tells whether it may be written
+            self._borrow(region, owner, int(region.access))
+        elif where.size == 0:
+            raise RangeError("the buffer is empty; there is nothing to register")
+        else:
+            self._borrow_address(region, owner, where.address, where.size, int(region.access))
 
     def _register_everywhere(self, region: Region, allocator: Driver | None) -> None:
         """Makes `region` known to every driver that can use it."""
+        takers = [driver for driver in self._drivers.values() if driver.capabilities & _link.CAP_REGISTER]
         try:
-            for driver in self._drivers.values():
-                if driver is not allocator and driver.capabilities & _link.CAP_REGISTER:
+            if allocator is None and not takers:
+                names = ", ".join(self._drivers)
+                raise DriverError(f"none of the drivers ({names}) registers memory that exists already; use allocate")
+            for driver in takers:
+                if driver is not allocator:
                     self._register(region, driver, 0)
         except BaseException:
             region.retire()
@@ -317,23 +365,27 @@ class Engine(Core):
         self._next_number += 1
         self._names[region.name] = self._numbers[region.number] = region
         for peer in self.peers:
-            peer._offer(region)
+            peer._exports.offer(region)
         return region
 
     async def _withdraw(self, region: Region) -> None:
-        if self._numbers.get(region.number) is not region:
+        if self._numbers.get(region.number) is region:
+            self._must_be_open()
+            self._forget_region(region)
+            for peer in self.peers:
+                peer._exports.withdraw(region)
+        elif self.closed:
             return
-        self._must_be_open()
-        self._forget_region(region)
-        users = [peer for peer in self.peers if peer._withdraw(region)]
-        await region.drained()
-        if users:
-            try:
-                async with asyncio.timeout(self.config.close_timeout):
-                    await region.released()
-            except TimeoutError:
-                names = ", ".join(repr(peer.name) for peer in users)
-                logger.warning("%r: not all of its users (%s) let go of it; its memory stays pinned until they do", region, names)
+        self._must_be_here()
+        users = [peer for peer in self._peers.values() if region in peer._exports]
+        try:
+            async with asyncio.timeout(self.config.close_timeout):
+                await region.released()
+        except TimeoutError:
+            names = ", ".join(repr(peer.name) for peer in users) or "this process"
+            logger.warning(
+                "%r: its users (%s) did not let go of it; its memory stays pinned until they do", region, names
+            )
 
     def _forget_region(self, region: Region) -> None:
         del self._numbers[region.number], self._names[region.name]
@@ -363,71 +415,116 @@ class Engine(Core):
     async def connect(self, address: str | Address, *, timeout: float | None = None) -> Peer:
         """The peer that listens at `address`: the one that is connected already, or a new connection.
 
+        Two engines that connect to each other at the same moment may get two connections; either works.
+
         :param timeout: seconds; default: the engine's ``connect_timeout``.
         :raises ConnectError: if nobody answers there in time.
         :raises AuthenticationError: if the secrets, domains or users do not match.
+        :raises ProtocolError: if what listens there is no engine, or one of another version.
         :raises NoRouteError: if no common driver reaches it.
         :raises InvalidArgumentError: if `address` is malformed or this engine's own.
+        :raises ClosedError: if this engine is closed meanwhile.
         """
         self._must_be_open()
-        try:
-            where = Address.parse(address) if isinstance(address, str) else address
-        except ValueError as error:
-            raise InvalidArgumentError(str(error)) from None
+        where = parse_address(address)
+        seconds = self.config.connect_timeout if timeout is None else timeout
+        if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+            raise InvalidArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
         if str(where) == self.address:
             raise InvalidArgumentError(f"{where} is this engine itself; copy within the process instead")
-        async with self._dials.setdefault(where, asyncio.Lock()):
-            for peer in self.peers:
-                if peer.address == str(where):
-                    return peer
-            connection = await dial(
+        until = self.loop.time() + seconds
+        lock = self._dials.setdefault(where, asyncio.Lock())
+        try:
+            async with asyncio.timeout_at(until):
+                await lock.acquire()
+        except TimeoutError:
+            raise ConnectError(f"{where}: another dial to it is under way, without success in {seconds:g} s") from None
+        try:
+            return self._known(where) or await self._connect(where, until)
+        finally:
+            lock.release()
+
+    def _known(self, where: Address) -> Peer | None:
+        """The peer that is connected at an address, if it is still alive."""
+        return next((peer for peer in self.peers if str(where) in peer._addresses and peer._check_alive()), None)
+
+    async def _connect(self, where: Address, until: float) -> Peer:
+        connection = await self._dial(where, until)
+        for peer in self.peers:
+            # It goes by another address here, or it dialled us meanwhile.
+            if peer.identity.incarnation == connection.identity.incarnation and peer._check_alive():
+                peer._addresses.add(str(where))
+                await connection.aclose()
+                return peer
+        peer = Peer(self, connection, self.config.close_timeout)
+        peer._addresses.add(str(where))
+        try:
+            return await self._bring_up(peer, until)
+        except PeerLostError as error:
+            raise ConnectError(f"{where}: {error}", peer=peer.name) from error
+
+    async def _dial(self, where: Address, until: float) -> Connection:
+        self._must_be_open()
+        # A task of the engine's own, so that `aclose` can end it.
+        dialling: asyncio.Task[Connection] = self._spawn(
+            dial(
                 where,
                 self._identity(),
                 secret=self.config.secret,
                 unix_dir=self.config.unix_dir,
-                timeout=timeout or self.config.connect_timeout,
+                timeout=max(0, until - self.loop.time()),
             )
-            if self.closed:
-                await connection.aclose()
-                raise ClosedError("the engine was closed while it connected")
-            peer = Peer(self, connection, self.config.close_timeout)
-            return await self._bring_up(peer, timeout or self.config.connect_timeout)
-
-    async def _bring_up(self, peer: Peer, timeout: float) -> Peer:
+        )
+        self._dialling.add(dialling)
+        dialling.add_done_callback(self._dialling.discard)
         try:
-            async with asyncio.timeout(timeout):
+            await asyncio.wait([dialling])
+        except asyncio.CancelledError:
+            dialling.cancel()
+            dialling.add_done_callback(_drop_connection)
+            raise
+        if dialling.cancelled() or self.closed:
+            _drop_connection(dialling)
+            raise ClosedError("the engine was closed while it connected")
+        return dialling.result()
+
+    async def _bring_up(self, peer: Peer, until: float) -> Peer:
+        try:
+            async with asyncio.timeout_at(until):
                 await peer._establish()
+        except HixlError as error:
+            peer._lose(error)
+            raise
         except TimeoutError:
-            error = PeerLostError(f"peer {peer.name!r} did not complete the connection within {timeout:g} s", peer=peer.name)
-            peer._lose(error, dead=False)
-            raise error from None
+            late = PeerLostError(f"peer {peer.name!r} did not complete the connection in time", peer=peer.name)
+            peer._lose(late)
+            raise late from None
         except BaseException:
-            peer._lose(PeerLostError(f"the connection to {peer.name!r} was given up", peer=peer.name), dead=False)
+            peer._lose(PeerLostError(f"the connection to {peer.name!r} was given up", peer=peer.name))
             raise
         return peer
 
     def _accept(self, connection: Connection) -> None:
         if self.closed:
             connection.abandon()
-            return
-        peer = Peer(self, connection, self.config.close_timeout)
-        self._spawn(self._admit(peer))
+        else:
+            self._spawn(self._admit(Peer(self, connection, self.config.close_timeout)))
 
     async def _admit(self, peer: Peer) -> None:
         try:
-            await self._bring_up(peer, self.config.connect_timeout)
+            await self._bring_up(peer, self.loop.time() + self.config.connect_timeout)
         except HixlError as error:
-            logger.warning("%r: peer %r was not admitted: %s", self, peer.name, error)
-            return
-        for acceptor in self._acceptors:
-            acceptor._put(peer)
+            logger.info("%r: peer %r was not admitted: %s", self, peer.name, error)
+        else:
+            for queue in self._acceptors:
+                queue.put(peer)
 
-    def accepted(self) -> _Acceptor:
-        """Peers that connect to this engine from now on, in an async iterator: ``async for peer in engine.accepted()``."""
+    def accepted(self) -> Feed[Peer]:
+        """Peers that connect to this engine from now on: ``async for peer in engine.accepted()``."""
         self._must_be_open()
-        acceptor = _Acceptor(self)
-        self._acceptors.append(acceptor)
-        return acceptor
+        queue: Queue[Peer] = Queue(ACCEPTED_LIMIT, 0)
+        self._acceptors.append(queue)
+        return Feed(self.loop, queue, self._acceptors.remove)
 
     def _shared_drivers(self, theirs: Sequence[str], same_host: bool) -> list[Driver]:
         return [
@@ -456,6 +553,8 @@ class Engine(Core):
         :raises InvalidArgumentError: if `service` is taken.
         """
         self._must_be_open()
+        if not isinstance(service, str) or not service or not callable(handler):
+            raise InvalidArgumentError(f"serve takes a name and a function, not {service!r} and {handler!r}")
         if service in self._services:
             raise InvalidArgumentError(f"service {service!r} is served already")
         self._services[service] = handler
@@ -471,7 +570,11 @@ class Engine(Core):
 
         :return: a `Transfer`, done when the peer's queue holds it.
         :raises InvalidArgumentError: if topic and payload are over the driver's limit.
+        :raises PeerLostError: if the peer is gone.
         """
+        self._must_be_open()
+        if not isinstance(peer, Peer) or peer._host is not self:
+            raise InvalidArgumentError(f"peer must be a peer of this engine, not {peer!r}")
         return self._post_note(peer._link(_link.CAP_NOTIFY, "notify"), (topic, payload))
 
     def notifications(self, topic: str | None = None, *, limit: int | None = None) -> Subscription:
@@ -502,7 +605,7 @@ class Engine(Core):
         elif kind == _link.EVENT_SIGNAL:
             peer._signalled()
         elif kind == _link.EVENT_LINK_DOWN:
-            peer._link_down(status, data.decode("utf-8", "replace"))
+            peer._link_down(data.decode("utf-8", "replace"))
 
     # -- counters
 
@@ -529,8 +632,19 @@ class Engine(Core):
         """Each driver's own counters and gauges."""
         return {name: driver.stats() for name, driver in self._drivers.items()}
 
+    def driver_limits(self) -> dict[str, dict[str, int]]:
+        """The most that each driver takes: in a batch, in a notification, and without leaving the call."""
+        return {
+            name: {
+                "descriptors": driver.descriptor_limit,
+                "notification_bytes": driver.note_limit,
+                "inline_bytes": driver.inline_limit,
+            }
+            for name, driver in self._drivers.items()
+        }
+
     def _abandon(self) -> None:
-        """In a child of fork(): closes the child's copies of descriptors, so that it holds no port and no socket open."""
+        """In a child of fork(): closes the child's copies of descriptors, so that it keeps no port and socket open."""
         if self._listener is not None:
             self._listener.abandon()
         for peer in self._peers.values():
@@ -538,44 +652,15 @@ class Engine(Core):
         self._after_fork()
 
 
-class _Acceptor:
-    """The async iterator of ``engine.accepted()``."""
+def _drop_connection(dialling: asyncio.Task[Connection]) -> None:
+    """Nobody takes the connection any more."""
+    if not dialling.cancelled() and dialling.exception() is None:
+        dialling.result().abandon()
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._queue: deque[Peer] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._closed = False
 
-    def __aiter__(self) -> _Acceptor:
-        return self
-
-    async def __anext__(self) -> Peer:
-        while not self._queue:
-            if self._closed:
-                raise StopAsyncIteration
-            self._waiter = self._engine.loop.create_future()
-            await self._waiter
-        return self._queue.popleft()
-
-    def close(self) -> None:
-        """Ends the iterator.  Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._engine._acceptors.remove(self)
-            self._wake()
-
-    async def aclose(self) -> None:
-        """As `close`, for contextlib.aclosing."""
-        self.close()
-
-    def _put(self, peer: Peer) -> None:
-        self._queue.append(peer)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+def _pong(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+    """The service ``hixl.ping``, which every engine has: sends back what came."""
+    return body
 
 
 def _has_buffer(obj: object) -> bool:

@@ -75,25 +75,35 @@ class Group:
         self._closed = True
         if error is not None:
             self._cancel_all()
-        if self._interrupting and self._task is not None and isinstance(error, asyncio.CancelledError):
-            # Ours, unless somebody else cancels the task as well.
-            if self._task.uncancel() == 0:
+        if self._interrupting and self._task is not None:
+            # Our cancellation, taken back; if that was all, the failures below say why.
+            others = self._task.uncancel()
+            if isinstance(error, asyncio.CancelledError) and not others:
                 error = None
-        try:
-            await self._core._drained_transfers(list(self._transfers))
-        except asyncio.CancelledError:
-            self._cancel_all()
-            raise
+        interruption = await self._drain()
         failures = [
             failure
             for transfer in self._transfers
             if transfer.done() and not transfer.cancelled() and (failure := transfer.exception()) is not None
         ]
-        if isinstance(error, asyncio.CancelledError):
-            return
+        if interruption is not None:
+            raise interruption
         if error is not None and not isinstance(error, Exception):
             return
         if error is not None:
             failures.insert(0, error)
         if failures:
             raise ExceptionGroup("transfers of a group failed", failures)  # type: ignore[type-var]
+
+    async def _drain(self) -> asyncio.CancelledError | None:
+        """Waits until all are drained; whoever cancels that cancels the transfers, but nobody leaves before."""
+        interruption = None
+        drained = self._core._drained_transfers(self._transfers)
+        while not drained.done():
+            try:
+                await asyncio.wait([drained])
+            except asyncio.CancelledError as error:
+                interruption = error
+                self._cancel_all()
+        drained.result()
+        return interruption

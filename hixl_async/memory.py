@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-__all__ = ["Operand", "Region", "RemoteRegion", "operand", "parse_access"]
+__all__ = ["MAX_NAME", "Operand", "Region", "RemoteRegion", "operand", "parse_access"]
+
+#: Bytes of a region's name.
+MAX_NAME = 256
 
 
 def parse_access(value: AccessLike) -> Access:
@@ -45,14 +48,23 @@ class Region(LocalMemory):
     name: str
     #: The most that any peer can be given.
     access: Access
+    #: True if the memory is somebody else's, who may use it for other things once we let go of it.
+    borrowed: bool
     #: Its number in control messages; a closed region's number is never used again.
     number: int
 
     def __init__(
-        self, engine: RegionOwner, name: str, access: Access, grant: Callable[[Any], AccessLike] | None = None
+        self,
+        engine: RegionOwner,
+        name: str,
+        access: Access,
+        grant: Callable[[Any], AccessLike] | None = None,
+        *,
+        borrowed: bool = False,
     ) -> None:
         self.name = name
         self.access = access
+        self.borrowed = borrowed
         self._engine = engine
         self._grant = grant
 
@@ -60,10 +72,16 @@ class Region(LocalMemory):
         return f"<Region {self.name!r} {self.size} bytes, access={self.access}{'' if self.alive else ', closed'}>"
 
     def access_for(self, peer: Any) -> Access:
-        """What `peer` is given: `access`, narrowed by the ``grant=`` function."""
+        """What `peer` is given: `access`, narrowed by the ``grant=`` function; nothing if that fails."""
         if self._grant is None:
             return self.access
-        return self.access & parse_access(self._grant(peer))
+        try:
+            return self.access & parse_access(self._grant(peer))
+        except Exception as error:
+            peer._loop.call_exception_handler(
+                {"message": f"grant= of {self!r} failed; {peer!r} is given nothing", "exception": error}
+            )
+            return Access.NONE
 
     def numpy(self, dtype: Any = "uint8", shape: tuple[int, ...] | None = None) -> numpy.ndarray[Any, Any]:
         """The memory as a numpy array, without a copy.
@@ -73,7 +91,7 @@ class Region(LocalMemory):
         """
         import numpy
 
-        array = numpy.frombuffer(self, dtype)
+        array: numpy.ndarray[Any, Any] = numpy.frombuffer(memoryview(self), dtype)
         return array if shape is None else array.reshape(shape)
 
     def torch(self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -88,9 +106,9 @@ class Region(LocalMemory):
         return tensor if shape is None else tensor.reshape(shape)
 
     async def aclose(self) -> None:
-        """Withdraws the region: no new work at once, then waits for ours and for the peers that use it.
+        """Withdraws the region: no new work at once, then waits for ours and for the peers that use it.  Idempotent.
 
-        A peer that does not answer within the engine's ``close_timeout`` keeps the memory pinned until its death is
+        What is not over within the engine's ``close_timeout`` keeps the memory pinned, a silent peer until its death is
         confirmed; the call returns all the same.
         """
         await self._engine._withdraw(self)
@@ -116,7 +134,8 @@ class RemoteRegion(RemoteMemory):
 
     def __repr__(self) -> str:
         owner = f" of {self.link.peer!r}" if self.link is not None else ""
-        return f"<RemoteRegion {self.name!r}{owner} {self.size} bytes, access={self.access}{'' if self.alive else ', closed'}>"
+        closed = "" if self.alive else ", closed"
+        return f"<RemoteRegion {self.name!r}{owner} {self.size} bytes, access={self.access}{closed}>"
 
 
 class Operand(NamedTuple):
@@ -139,10 +158,11 @@ def operand(obj: Any, writable: bool) -> Operand:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(obj, torch.Tensor):
         if obj.device.type != "cpu":
-            raise BufferTypeError(f"a tensor on {obj.device} has no host memory; copy it to the CPU, or register it first")
+            raise BufferTypeError(f"a tensor on {obj.device} has no host memory; copy it to the CPU first")
         if not obj.is_contiguous():
             raise BufferTypeError("the tensor is not contiguous; pass tensor.contiguous()")
-        return Operand(obj.data_ptr(), obj.numel() * obj.element_size(), obj)
+        # A second tensor on the same storage: the caller's may be given another one (``tensor.data = ...``).
+        return Operand(obj.data_ptr(), obj.numel() * obj.element_size(), obj.detach())
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(obj, "__dlpack__"):
         try:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import ClosedError
+from .errors import InvalidArgumentError
+from .feed import Feed, Queue
 
 if TYPE_CHECKING:
     from .peer import Peer
 
 __all__ = ["Notification", "Subscription", "Topics"]
+
+#: Bytes that one queue, or the backlog, may hold: peers choose how much they send.
+ROOM = 16 << 20
+#: What one notification costs beside its bytes.
+OVERHEAD = 256
 
 
 class Notification(NamedTuple):
@@ -25,92 +33,62 @@ class Notification(NamedTuple):
     payload: bytes
 
 
-class Subscription:
+class Subscription(Feed[Notification]):
     """The notifications of one topic, from the moment of the call on, in an async iterator.
 
-    Each subscription has its own queue, so none can take another's messages.  The queue is bounded: when it is full, the
-    newest message is dropped and counted in `dropped`.
+    Each subscription has its own queue, so none can take another's messages.  The queue is bounded, by number and by
+    bytes: when it is full, the newest message is dropped and counted in `dropped`.
     """
 
-    def __init__(self, topics: Topics, topic: str | None, limit: int) -> None:
+    def __init__(self, topics: Topics, topic: str | None, queue: Queue[Notification]) -> None:
+        super().__init__(topics.loop, queue, lambda queue: topics.forget(topic, queue))
         #: The topic, or None for all.
         self.topic = topic
-        #: Messages dropped because the queue was full.
-        self.dropped = 0
-        self._topics = topics
-        self._limit = limit
-        self._queue: deque[Notification] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._closed = False
+
+
+def _weight(note: Notification) -> int:
+    return OVERHEAD + len(note.topic) + len(note.payload)
+
+
+class _Backlog:
+    """Messages of one peer, numbered, in the order of arrival and by topic."""
+
+    def __init__(self) -> None:
+        self.weight = 0
+        self._notes: OrderedDict[int, Notification] = OrderedDict()
+        self._topics: dict[str, deque[int]] = {}
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._notes)
 
-    def __aiter__(self) -> Subscription:
-        return self
+    def add(self, number: int, note: Notification) -> None:
+        self._notes[number] = note
+        self._topics.setdefault(note.topic, deque()).append(number)
+        self.weight += _weight(note)
 
-    async def __anext__(self) -> Notification:
-        while not self._queue:
-            if self._closed:
-                raise StopAsyncIteration
-            if self._waiter is not None and not self._waiter.done():
-                raise ClosedError("two tasks wait on one subscription; subscribe once for each")
-            self._waiter = self._topics.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._queue.popleft()
+    def drop_oldest(self) -> None:
+        _, note = self._notes.popitem(last=False)
+        numbers = self._topics[note.topic]
+        numbers.popleft()
+        if not numbers:
+            del self._topics[note.topic]
+        self.weight -= _weight(note)
 
-    async def get(self) -> Notification:
-        """The next notification.
-
-        :raises ClosedError: if the subscription or the engine was closed.
-        """
-        try:
-            return await self.__anext__()
-        except StopAsyncIteration:
-            raise ClosedError("the subscription is closed") from None
-
-    def get_nowait(self) -> Notification | None:
-        """The next notification if one is here already, else None."""
-        return self._queue.popleft() if self._queue else None
-
-    def close(self) -> None:
-        """Ends the subscription; the iterator stops after what it holds.  Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._topics._forget(self)
-            self._wake()
-
-    async def aclose(self) -> None:
-        """As `close`, for ``async with`` and ``contextlib.aclosing``."""
-        self.close()
-
-    async def __aenter__(self) -> Subscription:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.close()
-
-    def _put(self, note: Notification) -> bool:
-        if len(self._queue) >= self._limit:
-            self.dropped += 1
-            return False
-        self._queue.append(note)
-        self._wake()
-        return True
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def take(self, topic: str | None) -> Iterable[tuple[int, Notification]]:
+        """All of one topic, or all."""
+        for name in [topic] if topic is not None else list(self._topics):
+            for number in self._topics.pop(name, ()):
+                note = self._notes.pop(number)
+                self.weight -= _weight(note)
+                yield number, note
 
 
 class Topics:
     """All subscriptions of an engine, and a bounded backlog for topics without one.
 
     A message that arrives before its topic has a subscriber waits in the backlog, so that a consumer which subscribes
-    a moment too late misses nothing; the oldest of the backlog makes room for the newest.
+    a moment too late misses nothing.  When that is full, the peer that takes up most of it loses its oldest message, so
+    that none can push out what others sent.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
@@ -118,52 +96,62 @@ class Topics:
         self.received = 0
         self.dropped = 0
         self._limit = limit
-        self._subscriptions: dict[str | None, list[Subscription]] = {}
-        self._backlog: dict[str, deque[Notification]] = {}
-        self._held = 0
+        self._queues: dict[str | None, list[Queue[Notification]]] = {}
+        self._backlogs: dict[Peer, _Backlog] = {}
+        self._numbers = count()
 
     def subscribe(self, topic: str | None, limit: int | None = None) -> Subscription:
-        """A new subscription, given what the backlog holds for `topic`."""
-        subscription = Subscription(self, topic, limit or self._limit)
-        self._subscriptions.setdefault(topic, []).append(subscription)
-        for name in [topic] if topic is not None else list(self._backlog):
-            for note in self._backlog.pop(name, ()):
-                self._held -= 1
-                self.dropped += not subscription._put(note)
-        return subscription
+        """A new subscription, given what the backlog holds for `topic`.
+
+        :raises InvalidArgumentError: if `topic` or `limit` is malformed.
+        """
+        if topic is not None and (not isinstance(topic, str) or not topic):
+            raise InvalidArgumentError(f"topic must be a string that is not empty, or None for all; it is {topic!r}")
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise InvalidArgumentError(f"limit must be a number of messages of at least 1, not {limit!r}")
+        queue: Queue[Notification] = Queue(self._limit if limit is None else limit, ROOM)
+        self._queues.setdefault(topic, []).append(queue)
+        for note in self._take(topic):
+            self.dropped += not queue.put(note, _weight(note))
+        return Subscription(self, topic, queue)
 
     def deliver(self, peer: Peer, topic: bytes, payload: bytes) -> None:
         """One message, to every subscription of its topic, or to the backlog."""
         note = Notification(peer, topic.decode("utf-8", "replace"), payload)
         self.received += 1
-        takers = [*self._subscriptions.get(note.topic, ()), *self._subscriptions.get(None, ())]
-        for subscription in takers:
-            self.dropped += not subscription._put(note)
+        takers = [*self._queues.get(note.topic, ()), *self._queues.get(None, ())]
+        for queue in takers:
+            self.dropped += not queue.put(note, _weight(note))
         if not takers:
             self._hold(note)
 
     def _hold(self, note: Notification) -> None:
-        if self._held >= self._limit:
-            # Dicts keep insertion order, so this is the topic that has waited longest.
-            oldest = next(iter(self._backlog))
-            self._backlog[oldest].popleft()
-            if not self._backlog[oldest]:
-                del self._backlog[oldest]
-            self._held -= 1
+        self._backlogs.setdefault(note.peer, _Backlog()).add(next(self._numbers), note)
+        backlogs = self._backlogs.values()
+        while sum(map(len, backlogs)) > self._limit or sum(backlog.weight for backlog in backlogs) > ROOM:
+            greediest = max(self._backlogs, key=lambda peer: self._backlogs[peer].weight)
+            self._backlogs[greediest].drop_oldest()
             self.dropped += 1
-        self._backlog.setdefault(note.topic, deque()).append(note)
-        self._held += 1
+            if not self._backlogs[greediest]:
+                del self._backlogs[greediest]
 
-    def _forget(self, subscription: Subscription) -> None:
-        peers = self._subscriptions[subscription.topic]
-        peers.remove(subscription)
-        if not peers:
-            del self._subscriptions[subscription.topic]
+    def _take(self, topic: str | None) -> list[Notification]:
+        taken = sorted(pair for backlog in self._backlogs.values() for pair in backlog.take(topic))
+        self._backlogs = {peer: backlog for peer, backlog in self._backlogs.items() if backlog}
+        return [note for _, note in taken]
+
+    def forget(self, topic: str | None, queue: Queue[Notification]) -> None:
+        """Undoes `subscribe`."""
+        queues = self._queues.get(topic, [])
+        if queue in queues:
+            queues.remove(queue)
+            if not queues:
+                del self._queues[topic]
 
     def close(self) -> None:
         """Ends every subscription."""
-        for subscriptions in list(self._subscriptions.values()):
-            for subscription in list(subscriptions):
-                subscription.close()
-        self._backlog.clear()
-        self._held = 0
+        for queues in self._queues.values():
+            for queue in queues:
+                queue.close()
+        self._queues.clear()
+        self._backlogs.clear()

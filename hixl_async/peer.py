@@ -1,65 +1,64 @@
-"""A connected engine: its links, its regions, requests to it, and how we learn that it is gone.
+"""A connected engine: its links, its life, and how we learn that it is gone.
 
 States: CONNECTING -> UP -> CLOSING -> DOWN, or straight to DOWN when the peer is lost.  DOWN does not mean harmless: a
 stopped process may still finish a copy into our memory, so `fenced` is a second question.  It is answered by the peer's
-goodbye (sent after its own work has drained) or by the confirmed death of its process, never by time.
+goodbye (sent after its own work has drained), by the confirmed death of its process, or by the fact that it holds none
+of our memory; never by time.
+
+Whatever ends a peer, one task sees it through, `_ending`: we leave (`_leave`), it leaves or its link breaks (`_part`),
+or it is lost (`_wind_down` alone).
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
-import inspect
 import logging
 import os
+import select
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from . import errors
 from ._link import CAP_SAME_HOST, Link
+from .calls import Calls, Handler
 from .errors import (
-    AccessError,
-    BusyError,
     ClosedError,
-    ConnectError,
     DriverError,
     HixlError,
     InvalidArgumentError,
     NoRouteError,
     PeerLostError,
     ProtocolError,
-    StaleRegionError,
-    TransferTimeoutError,
 )
-from .memory import Region, RemoteRegion, parse_access
+from .memory import Region, RemoteRegion
+from .messages import Incoming, card_text, close_all
+from .sharing import Exports, Imports
 from .types import Access, PeerState
 
 if TYPE_CHECKING:
     from ._link import Driver
     from .control import Connection, Identity
 
-__all__ = ["Handler", "Peer", "PeerHost"]
+__all__ = ["Peer", "PeerHost"]
 
 logger = logging.getLogger("hixl_async")
-
-#: What `serve` takes: gets the peer and the request's body, gives the answer's body.
-Handler = Callable[["Peer", dict[str, Any]], "dict[str, Any] | Awaitable[dict[str, Any]]"]
 
 #: Seconds between a link's end and the goodbye that explains it, before the peer counts as lost.
 GOODBYE_GRACE = 0.25
 
-#: Requests of one peer that may be in our handlers at the same time.
-MAX_HANDLERS = 256
+#: Messages that may carry descriptors.
+CARRIERS = ("link", "region.card")
+
+Routes = dict[str, Callable[[Incoming], None]]
 
 
 class PeerHost(Protocol):
     """What a peer needs of its engine."""
 
-    loop: asyncio.AbstractEventLoop
-
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+    def _must_be_here(self) -> None: ...
     def _shared_drivers(self, theirs: Sequence[str], same_host: bool) -> list[Driver]: ...
     def _attach(self, peer: Peer) -> int: ...
     def _detach(self, peer: Peer) -> None: ...
@@ -84,27 +83,26 @@ class Peer:
         self._close_timeout = close_timeout
         self._loop = host.loop
         self._cookie = host._attach(self)
+        self._addresses = {connection.identity.address}  # by which `connect` finds it
         self._links: dict[str, Link] = {}
-        self._ready = self._loop.create_future()
+        self._unjoined: set[str] = set()
         self._their_ready = False
-        self._offers: dict[str, dict[str, Any]] = {}
-        self._offer_waiters: dict[str, list[asyncio.Future[None]]] = {}
-        self._imports: dict[str, asyncio.Task[RemoteRegion]] = {}
-        self._imported: dict[int, RemoteRegion] = {}
-        self._exports: dict[int, Region] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._next_call = 1
-        self._handlers: set[asyncio.Task[None]] = set()
+        self._ready = self._loop.create_future()
+        self._calls = Calls(self)
+        self._exports = Exports(self)
+        self._imports = Imports(self)
         self._signal_callbacks: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[HixlError], None]] = []
+        self._farewell: asyncio.Future[bool] = self._loop.create_future()  # True: its goodbye; False: it went without
+        self._fence: asyncio.Future[None] = self._loop.create_future()
+        self._ending: asyncio.Task[None] | None = None
+        self._over = False  # nothing of ours works for it any more
         self._dead = False
-        self._harmless = False
-        self._harmless_waiters: list[asyncio.Future[None]] = []
-        self._said_goodbye = False
-        self._goodbye = self._loop.create_future()
-        self._pidfd = -1 if connection.pidfd is None else os.dup(connection.pidfd)
-        if self._pidfd >= 0:
+        # Ours from here on: it is watched longer than the connection lives.
+        self._pidfd, connection.pidfd = connection.pidfd, None
+        if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._died)
+        self._routes = self._make_routes()
 
     def __repr__(self) -> str:
         return f"<Peer {self.name!r} {self.address or 'client'} {self.state.value}>"
@@ -122,9 +120,14 @@ class Peer:
         return self.identity.address
 
     @property
-    def regions(self) -> dict[str, Access]:
-        """Names of the regions that the peer grants us, with the access of each."""
-        return {name: Access(offer["access"]) for name, offer in self._offers.items()}
+    def drivers(self) -> tuple[str, ...]:
+        """Names of the drivers that link us with the peer, in our order of preference."""
+        return tuple(self._links)
+
+    @property
+    def same_host(self) -> bool:
+        """True if the connection is a Unix socket: the peer runs on this host."""
+        return self._connection.same_host
 
     @property
     def confirmed_dead(self) -> bool:
@@ -132,12 +135,12 @@ class Peer:
         return self._dead
 
     def route(self, region: RemoteRegion | str) -> str:
-        """Which driver carries transfers to a region, and why, in a sentence."""
+        """Which driver carries transfers to a region, and why, in a sentence.
+
+        :raises InvalidArgumentError: if `region` is a name and not imported.
+        """
         if isinstance(region, str):
-            task = self._imports.get(region)
-            if task is None or not task.done() or task.exception() is not None:
-                raise InvalidArgumentError(f"region {region!r} is not imported; await peer.region({region!r}) first")
-            region = task.result()
+            region = self._imports.imported(region)
         others = [name for name in self._links if name != region.link.driver.name]
         rest = f"; also linked: {', '.join(others)}" if others else ", the only one that both sides share"
         return f"{region.link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"
@@ -151,38 +154,25 @@ class Peer:
         """
         drivers = self._host._shared_drivers(self.identity.drivers, self._connection.same_host)
         if not drivers:
-            self._lose(self._no_route(), dead=False)
-            raise self._no_route()
-        self._waiting_for = {driver.name for driver in drivers}
-        cards = []
-        for driver in drivers:
-            link, data, fds = driver.link_new(self._cookie, self.name)
-            self._links[driver.name] = link
-            cards.append((driver.name, data, fds))
+            raise NoRouteError(
+                f"no driver reaches {self.name!r}: it has {', '.join(self.identity.drivers) or 'none'}"
+                + ("" if self._connection.same_host else ", and it is not on this host (no Unix socket leg)"),
+                peer=self.name,
+            )
+        self._unjoined = {driver.name for driver in drivers}
         self._connection.start(self._on_message, self._on_connection_lost)
-        for name, data, fds in cards:
-            self._send("link", {"driver": name, "card": base64.b64encode(data).decode()}, fds)
+        for driver in drivers:
+            self._links[driver.name], card, fds = driver.link_new(self._cookie, self.name)
+            self._send("link", {"driver": driver.name, "card": card_text(card)}, fds)
         await self._ready
-        self.state = PeerState.UP
-        for region in self._host._regions():
-            self._offer(region)
 
-    def _no_route(self) -> NoRouteError:
-        return NoRouteError(
-            f"no driver reaches {self.name!r}: it has {', '.join(self.identity.drivers) or 'none'}"
-            + ("" if self._connection.same_host else ", and it is not on this host (no Unix socket leg)"),
-            peer=self.name,
-        )
-
-    def _on_link(self, body: dict[str, Any], fds: list[int]) -> None:
-        name, card = _field(body, "driver", str), _field(body, "card", str)
-        if name not in self._waiting_for:
+    def _on_link(self, message: Incoming) -> None:
+        name, card = message.text("driver"), message.card()
+        if name not in self._unjoined:
             raise ProtocolError(f"peer {self.name!r} offered a link of {name!r} that nobody expects", peer=self.name)
-        self._waiting_for.discard(name)
+        self._unjoined.discard(name)
         link = self._links[name]
-        data = self._vouch(link, _decode(card))
-        taken, fds[:] = list(fds), []
-        self._host._spawn(self._join(link, data, taken))
+        self._host._spawn(self._join(link, self._vouch(link, card), message.take()))
 
     def _vouch(self, link: Link, card: bytes) -> bytes:
         """A same-host driver's card begins with its maker's pid; only the kernel's word for it reaches the driver."""
@@ -195,289 +185,156 @@ class Peer:
         return bytes(4) + card[4:]
 
     async def _join(self, link: Link, card: bytes, fds: list[int]) -> None:
+        if self.state is not PeerState.CONNECTING:
+            close_all(fds)
+            return
         try:
             await link.connect(card, fds)
+            if self.state is PeerState.CONNECTING:
+                link.watch()
+            if self.state is PeerState.CONNECTING and self._joined:
+                self._send("ready", {})
+                self._maybe_up()
         except HixlError as error:
-            self._lose(error, dead=False)
-            return
-        if self.state is not PeerState.CONNECTING:
-            return
-        link.watch()
-        if not self._waiting_for and all(other.up for other in self._links.values()):
-            self._send("ready", {})
-            self._maybe_ready()
+            self._lose(error)
 
-    def _on_ready(self, body: dict[str, Any], fds: list[int]) -> None:
+    @property
+    def _joined(self) -> bool:
+        return not self._unjoined and all(link.up for link in self._links.values())
+
+    def _on_ready(self, message: Incoming) -> None:
         self._their_ready = True
-        self._maybe_ready()
+        self._maybe_up()
 
-    def _maybe_ready(self) -> None:
-        if self._their_ready and not self._waiting_for and all(link.up for link in self._links.values()):
-            _settle(self._ready)
+    def _maybe_up(self) -> None:
+        if self.state is PeerState.CONNECTING and self._their_ready and self._joined:
+            self.state = PeerState.UP
+            _settle(self._ready, None)
+            for region in self._host._regions():
+                self._exports.offer(region)
 
     # -- messages
 
     def _send(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Queues one control message; the descriptors are closed here once the connection has its own copies."""
+        """Queues one control message; the descriptors are closed here, the connection has its own copies.
+
+        :raises PeerLostError: if the connection is gone.
+        :raises ProtocolError: if the message cannot be sent.
+        """
         try:
             self._connection.send(kind, body, fds)
+        except ClosedError as error:
+            raise PeerLostError(f"peer {self.name!r} is gone: {error}", peer=self.name) from None
         finally:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
+
+    def _tell(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """As `_send`, for what only matters to a peer that is still there."""
+        if self.state in (PeerState.UP, PeerState.CLOSING):
+            with contextlib.suppress(PeerLostError):
+                self._send(kind, body, fds)
+        else:
+            close_all(fds)
+
+    def _make_routes(self) -> dict[PeerState, Routes]:
+        """What the peer is heard to say, state by state."""
+        calls, exports, imports = self._calls, self._exports, self._imports
+        to_the_end: Routes = {
+            "region.down": imports.on_down,
+            "region.gone": exports.on_gone,
+            "region.card": calls.on_answer,
+            "answer": calls.on_answer,
+            "failure": calls.on_failure,
+            "goodbye": self._on_goodbye,
+        }
+        return {
+            PeerState.CONNECTING: {"link": self._on_link, "ready": self._on_ready},
+            PeerState.UP: {
+                "region.up": imports.on_up,
+                "region.get": exports.on_get,
+                "call": calls.on_call,
+                "post": calls.on_post,
+                **to_the_end,
+            },
+            PeerState.CLOSING: to_the_end,
+            PeerState.DOWN: {},
+        }
 
     def _on_message(self, kind: str, body: dict[str, Any], fds: list[int]) -> None:
-        handler = _MESSAGES.get(kind)
+        message = Incoming(kind, body, fds)
         try:
-            if handler is None:
-                raise ProtocolError(f"peer {self.name!r} sent an unknown message {kind!r}", peer=self.name)
-            handler(self, body, fds)
+            handler = self._routes[self.state].get(kind)
+            if handler is not None:
+                if message.carries and kind not in CARRIERS:
+                    raise ProtocolError(f"peer {self.name!r} sent descriptors with a {kind!r} message", peer=self.name)
+                handler(message)
+            elif self.state in (PeerState.CONNECTING, PeerState.UP):
+                raise ProtocolError(f"peer {self.name!r} said {kind!r}, which has no place here", peer=self.name)
         except ProtocolError as error:
-            self._lose(error, dead=False)
+            self._lose(error)
         finally:
-            # A handler that keeps descriptors empties the list.
-            for fd in fds:
-                os.close(fd)
+            message.drop()
 
-    # -- regions, our side
+    # -- regions and requests
 
-    def _offer(self, region: Region) -> None:
-        """Tells the peer of a region that it may use."""
-        access = region.access_for(self)
-        if access and self.state is PeerState.UP:
-            self._send(
-                "region.up", {"id": region.number, "name": region.name, "size": region.size, "access": int(access)}
-            )
-
-    def _withdraw(self, region: Region) -> bool:
-        """Takes an offer back; True if the peer has imported the region and must let go of it first."""
-        if self.state is PeerState.UP:
-            self._send("region.down", {"id": region.number, "name": region.name})
-        return region.number in self._exports
-
-    def _on_region_get(self, body: dict[str, Any], fds: list[int]) -> None:
-        call, number = _field(body, "call", int), _field(body, "id", int)
-        region = self._host._region(number)
-        try:
-            if region is None or not region.alive:
-                raise StaleRegionError("the region was closed by its owner")
-            access = region.access_for(self)
-            if not access:
-                raise AccessError("the region is not granted to this engine")
-            link = next((link for link in self._links.values() if region.known_to(link.driver)), None)
-            if link is None:
-                raise NoRouteError(f"none of the linked drivers ({', '.join(self._links)}) knows this region")
-            card, card_fds = region.export(link.driver, int(access))
-        except HixlError as error:
-            self._fail(call, error)
-            return
-        if number not in self._exports:
-            self._exports[number] = region
-            region.pin()
-        self._send(
-            "region.card",
-            {
-                "call": call,
-                "driver": link.driver.name,
-                "card": base64.b64encode(card).decode(),
-                "size": region.size,
-                "access": int(access),
-            },
-            card_fds,
-        )
-
-    def _on_region_gone(self, body: dict[str, Any], fds: list[int]) -> None:
-        self._let_go(_field(body, "id", int))
-
-    def _let_go(self, number: int) -> None:
-        region = self._exports.pop(number, None)
-        if region is not None:
-            region.unpin()
-
-    # -- regions, their side
-
-    def _on_region_up(self, body: dict[str, Any], fds: list[int]) -> None:
-        name = _field(body, "name", str)
-        _field(body, "id", int), _field(body, "size", int), _field(body, "access", int)
-        self._offers[name] = body
-        for waiter in self._offer_waiters.pop(name, ()):
-            _settle(waiter)
-
-    def _on_region_down(self, body: dict[str, Any], fds: list[int]) -> None:
-        name, number = _field(body, "name", str), _field(body, "id", int)
-        offer = self._offers.get(name)
-        if offer is not None and offer["id"] == number:
-            del self._offers[name]
-            self._imports.pop(name, None)
-        remote = self._imported.pop(number, None)
-        if remote is not None:
-            remote.retire()
-            remote[:].drained().add_done_callback(lambda _: self._acknowledge(number))
-
-    def _acknowledge(self, number: int) -> None:
-        if self.state is PeerState.UP:
-            self._send("region.gone", {"id": number})
+    @property
+    def regions(self) -> dict[str, Access]:
+        """Names of the regions that the peer grants us, with the access of each."""
+        return self._imports.offered
 
     async def region(self, name: str, *, timeout: float | None = None) -> RemoteRegion:
         """The peer's region `name`; waits until the peer exports it.
 
         :param timeout: seconds to wait, or None for as long as the peer lives.
         :raises PeerLostError: if the peer goes before.
+        :raises StaleRegionError: if the peer closes the region meanwhile.
         :raises TransferTimeoutError: if `timeout` passed.
         :raises AccessError: if the kernel does not let this process map or reach the region's memory.
         """
+        self._host._must_be_here()
         if not isinstance(name, str):
             raise InvalidArgumentError(f"name must be a string, not {name!r}")
-        try:
-            async with asyncio.timeout(timeout):
-                while name not in self._offers:
-                    self._must_be_up()
-                    waiter = self._loop.create_future()
-                    self._offer_waiters.setdefault(name, []).append(waiter)
-                    await waiter
-                self._must_be_up()
-                task = self._imports.get(name)
-                if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-                    task = self._imports[name] = self._host._spawn(self._import(name))
-                # Several callers may wait for one import; none of them may cancel it for the others.
-                return await asyncio.shield(task)
-        except TimeoutError as error:
-            if isinstance(error, HixlError):
-                raise
-            known = ", ".join(self._offers) or "none"
-            raise TransferTimeoutError(
-                f"peer {self.name!r} did not export region {name!r} within {timeout:g} s; it exports: {known}", peer=self.name
-            ) from None
-
-    async def _import(self, name: str) -> RemoteRegion:
-        number = self._offers[name]["id"]
-        body, fds = await self._call("region.get", {"id": number}, self._close_timeout)
-        try:
-            driver, card = _field(body, "driver", str), _decode(_field(body, "card", str))
-            size, access = _field(body, "size", int), parse_access(Access(_field(body, "access", int)))
-            link = self._links.get(driver)
-            if link is None or size <= 0:
-                raise ProtocolError(f"peer {self.name!r} answered region {name!r} with nonsense", peer=self.name)
-            self._must_be_up()
-            remote = RemoteRegion(name, access)
-            taken, fds[:] = list(fds), []
-        finally:
-            for fd in fds:
-                os.close(fd)
-        try:
-            await remote.map(link, card, taken, size, int(access))
-        except BaseException:
-            remote.retire()
-            raise
-        if self._offers.get(name, {}).get("id") != number or self.state is not PeerState.UP:
-            remote.retire()
-            self._acknowledge(number)
-            raise StaleRegionError(f"region {name!r} of {self.name!r} was closed while it was imported", peer=self.name)
-        self._imported[number] = remote
-        return remote
-
-    # -- requests
+        return await self._imports.region(name, timeout)
 
     async def request(self, service: str, body: dict[str, Any], *, timeout: float = 5.0) -> dict[str, Any]:
-        """Asks the handler that the peer serves under `service`; body and answer are JSON objects of at most ~48 KiB.
+        """Asks the handler that the peer serves under `service`.
 
+        :param body: a JSON object; request and answer may have a little less than 64 KiB each, as they travel.
+        :raises InvalidArgumentError: if `body` is no such object or is too long.
         :raises HixlError: what the peer's handler raised, with its type.
         :raises TransferTimeoutError: if no answer came within `timeout` seconds.
         :raises PeerLostError: if the peer went away.
         """
-        answer, _ = await self._call("call", {"service": service, "body": body}, timeout)
-        return _field(answer, "body", dict)
+        self._must_be_up()
+        return await self._calls.request(service, body, timeout)
 
     def post(self, service: str, body: dict[str, Any]) -> None:
         """Sends to the handler of `service` without an answer, in order with requests.
 
+        :raises InvalidArgumentError: if `body` is no JSON object or is too long.
         :raises PeerLostError: if the peer is gone.
         """
         self._must_be_up()
-        self._send("post", {"service": service, "body": body})
+        self._calls.post(service, body)
 
-    async def _call(self, kind: str, body: dict[str, Any], timeout: float) -> tuple[dict[str, Any], list[int]]:
+    def _must_be_up(self) -> None:
+        self._host._must_be_here()
+        if self.error is not None:
+            raise self._lost_error()
+        if self.state is not PeerState.UP:
+            raise ClosedError(f"the connection to peer {self.name!r} is {self.state.value}", peer=self.name)
+
+    def _link(self, needed: int, what: str) -> Link:
+        """The first link whose driver has a capability.
+
+        :raises PeerLostError: if the peer is gone.
+        :raises DriverError: if no driver has it.
+        """
         self._must_be_up()
-        number = self._next_call
-        self._next_call += 1
-        answer: asyncio.Future[tuple[dict[str, Any], list[int]]] = self._loop.create_future()
-        self._calls[number] = answer
-        try:
-            self._send(kind, {"call": number, **body})
-            async with asyncio.timeout(timeout):
-                return await answer
-        except TimeoutError as error:
-            if isinstance(error, HixlError):
-                raise
-            raise TransferTimeoutError(
-                f"peer {self.name!r} did not answer {body.get('service', kind)!r} within {timeout:g} s", peer=self.name
-            ) from None
-        finally:
-            del self._calls[number]
-
-    def _on_answer(self, body: dict[str, Any], fds: list[int]) -> None:
-        waiter = self._calls.get(_field(body, "call", int))
-        if waiter is not None and not waiter.done():
-            kept, fds[:] = list(fds), []
-            waiter.set_result((body, kept))
-
-    def _on_failure(self, body: dict[str, Any], fds: list[int]) -> None:
-        waiter = self._calls.get(_field(body, "call", int))
-        if waiter is not None and not waiter.done():
-            kind = getattr(errors, _field(body, "error", str), HixlError)
-            if not (isinstance(kind, type) and issubclass(kind, HixlError)):
-                kind = HixlError
-            waiter.set_exception(kind(_field(body, "message", str), peer=self.name))
-
-    def _fail(self, call: int | None, error: HixlError) -> None:
-        if call is not None and self.state is PeerState.UP:
-            self._send("failure", {"call": call, "error": type(error).__name__, "message": str(error)[:2000]})
-
-    def _on_call(self, body: dict[str, Any], fds: list[int]) -> None:
-        self._serve(_field(body, "call", int), body)
-
-    def _on_post(self, body: dict[str, Any], fds: list[int]) -> None:
-        self._serve(None, body)
-
-    def _serve(self, call: int | None, body: dict[str, Any]) -> None:
-        service = _field(body, "service", str)
-        handler = self._host._handler(service)
-        if handler is None:
-            self._fail(call, InvalidArgumentError(f"nobody serves {service!r}"))
-            return
-        try:
-            answer = handler(self, _field(body, "body", dict))
-        except HixlError as error:
-            self._fail(call, error)
-        except Exception as error:
-            self._broken_handler(call, service, error)
-        else:
-            if inspect.isawaitable(answer):
-                if len(self._handlers) >= MAX_HANDLERS:
-                    if inspect.iscoroutine(answer):
-                        answer.close()
-                    self._fail(call, BusyError(f"{MAX_HANDLERS} requests of this peer are being handled already"))
-                    return
-                task = self._host._spawn(self._serve_later(call, service, answer))
-                self._handlers.add(task)
-                task.add_done_callback(self._handlers.discard)
-            else:
-                self._reply(call, answer)
-
-    async def _serve_later(self, call: int | None, service: str, answer: Awaitable[dict[str, Any]]) -> None:
-        try:
-            self._reply(call, await answer)
-        except HixlError as error:
-            self._fail(call, error)
-        except Exception as error:
-            self._broken_handler(call, service, error)
-
-    def _reply(self, call: int | None, answer: dict[str, Any] | None) -> None:
-        if call is not None and self.state is PeerState.UP:
-            self._send("answer", {"call": call, "body": answer or {}})
-
-    def _broken_handler(self, call: int | None, service: str, error: Exception) -> None:
-        self._loop.call_exception_handler({"message": f"the handler of {service!r} failed", "exception": error})
-        self._fail(call, HixlError(f"the handler of {service!r} failed at the peer"))
+        for link in self._links.values():
+            if link.driver.capabilities & needed:
+                return link
+        raise DriverError(f"none of the drivers linked with {self.name!r} ({', '.join(self._links)}) can {what}")
 
     # -- signals and loss
 
@@ -492,10 +349,10 @@ class Peer:
 
     def _signalled(self) -> None:
         for callback in tuple(self._signal_callbacks):
-            callback()
+            self._guard(callback)
 
     def add_lost_callback(self, callback: Callable[[HixlError], None]) -> None:
-        """Calls `callback` with the reason once the peer is lost, left or closed, and again if its death is confirmed later.
+        """Calls `callback` with the reason once the peer is lost, left or closed, and again if it turns out to be dead.
 
         At once (through the loop) if it is down already.
         """
@@ -508,31 +365,81 @@ class Peer:
         with contextlib.suppress(ValueError):
             self._lost_callbacks.remove(callback)
 
+    def _guard(self, callback: Callable[..., None], *args: Any) -> None:
+        try:
+            callback(*args)
+        except Exception as error:
+            self._loop.call_exception_handler({"message": f"a callback of {self!r} failed", "exception": error})
+
     async def fenced(self) -> None:
         """Waits until this peer's process can no longer touch memory of ours; it may never come.
 
-        That is when it said goodbye, having drained its own work, or when its death is confirmed.
-        """
-        if not self._harmless:
-            waiter = self._loop.create_future()
-            self._harmless_waiters.append(waiter)
-            await waiter
+        That is when it is down and said goodbye, having drained its own work, or holds none of our memory, or when its
+        death is confirmed.
 
-    def _link(self, needed: int, what: str) -> Link:
-        """The first link whose driver has a capability.
-
-        :raises PeerLostError: if the peer is gone.
-        :raises DriverError: if no driver has it.
+        :raises ClosedError: if this engine closes first.
         """
-        self._must_be_up()
+        self._host._must_be_here()
+        await asyncio.shield(self._fence)
+
+    @property
+    def _harmless(self) -> bool:
+        return self._fence.done()
+
+    def _become_harmless(self) -> None:
+        _settle(self._fence, None)
+        self._exports.release()
+        self._detach_if_over()
+
+    def _died(self) -> None:
+        """The pidfd became readable: the process has ended."""
+        self._unwatch_process()
+        self._dead = True
+        error = PeerLostError(f"the process of peer {self.name!r} ended", peer=self.name)
+        error.confirmed_dead = True
         for link in self._links.values():
-            if link.driver.capabilities & needed:
-                return link
-        raise DriverError(f"none of the drivers linked with {self.name!r} ({', '.join(self._links)}) can {what}")
+            with contextlib.suppress(HixlError):
+                link.stop(True)
+        if self.state is PeerState.DOWN:
+            self.error = error
+            self._tell_lost()
+        else:
+            self._lose(error)
+        self._become_harmless()
 
-    def _must_be_up(self) -> None:
-        if self.state is not PeerState.UP:
-            raise self._lost_error() if self.error is not None else ClosedError(f"peer {self.name!r} is {self.state.value}")
+    def _check_alive(self) -> bool:
+        """Whether it is up; asks the kernel instead of waiting until the loop hears of its death."""
+        if self._pidfd is not None:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            if poll.poll(0):
+                self._died()
+        return self.state is PeerState.UP
+
+    def _unwatch_process(self) -> None:
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _on_connection_lost(self, error: HixlError) -> None:
+        # After its goodbye the peer may close the connection before we do.
+        if not (self._farewell.done() and self._farewell.result()):
+            self._lose(PeerLostError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name))
+
+    def _link_down(self, text: str) -> None:
+        error = PeerLostError(f"the link to peer {self.name!r} broke: {text}", peer=self.name)
+        if self.state is PeerState.UP:
+            self._begin_closing()
+            self._end(self._part(error))
+        elif self.state is PeerState.CONNECTING:
+            self._lose(error)
+
+    def _lose(self, error: HixlError) -> None:
+        """The peer is gone for us: fails everything that waits for it, and stops our work for it."""
+        if self.state is not PeerState.DOWN:
+            self._go_down(error)
+            self._end(self._wind_down())
 
     def _lost_error(self) -> HixlError:
         # A fresh exception each time: a shared one would collect the tracebacks of everybody who raised it.
@@ -542,194 +449,139 @@ class Peer:
             fresh.confirmed_dead = self._dead
         return fresh
 
-    def _died(self) -> None:
-        """The pidfd became readable: the process has ended."""
-        self._unwatch_process()
-        self._dead = True
-        error = PeerLostError(f"the process of peer {self.name!r} ended", peer=self.name)
-        error.confirmed_dead = True
-        if self.state is PeerState.DOWN:
-            self.error = error
-            self._host._spawn(self._stop_links(dead=True))
-            self._become_harmless()
-            self._tell_lost()
-        else:
-            self._lose(error, dead=True)
-
-    def _unwatch_process(self) -> None:
-        if self._pidfd >= 0:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
-
-    def _on_connection_lost(self, error: HixlError) -> None:
-        if self._said_goodbye and self._goodbye.done():
-            return
-        self._lose(PeerLostError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name), dead=False)
-
-    def _link_down(self, status: int, text: str) -> None:
-        if self.state is not PeerState.UP:
-            return
-        for link in self._links.values():
-            link.refuse()
-        self._host._spawn(self._await_goodbye(PeerLostError(f"the link to peer {self.name!r} broke: {text}", peer=self.name)))
-
-    async def _await_goodbye(self, error: PeerLostError) -> None:
-        """A peer that leaves stops its links first, so the news of that may come before its goodbye, or before its death."""
-        await asyncio.wait([self._goodbye], timeout=GOODBYE_GRACE)
-        if self.state is PeerState.UP:
-            self._lose(error, dead=False)
-
-    def _lose(self, error: HixlError, *, dead: bool) -> None:
-        """The peer is gone for us: fails everything that waits for it, and stops our work for it."""
-        if self.state is PeerState.DOWN:
-            return
-        self._go_down(error)
-        self._host._spawn(self._wind_down(dead))
-        if dead:
-            self._become_harmless()
-        self._tell_lost()
-
-    def _go_down(self, error: HixlError) -> None:
-        self.state, self.error = PeerState.DOWN, error
-        for waiters in self._offer_waiters.values():
-            for waiter in waiters:
-                _settle(waiter)
-        self._offer_waiters.clear()
-        for answer in list(self._calls.values()):
-            if not answer.done():
-                answer.set_exception(self._lost_error())
-        if not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # retrieved: _establish may have been cancelled
-        _settle(self._goodbye)
-        for task in self._handlers:
-            task.cancel()
-        for remote in self._imported.values():
-            remote.retire()
-        self._imported.clear()
-
     def _tell_lost(self) -> None:
-        assert self.error is not None
         for callback in tuple(self._lost_callbacks):
-            callback(self.error)
+            self._guard(callback, self.error)
 
-    def _become_harmless(self) -> None:
-        self._harmless = True
-        for number in list(self._exports):
-            self._let_go(number)
-        for waiter in self._harmless_waiters:
-            _settle(waiter)
-        self._harmless_waiters.clear()
-
-    def _release_all(self) -> None:
-        """The engine closes: gives up on a peer whose death was never confirmed."""
-        self._unwatch_process()
-        self._become_harmless()
-        self._host._detach(self)
-
-    async def _stop_links(self, dead: bool) -> None:
-        """Ends our side of every link, and gives it back when nothing of ours works for it any more."""
-        links, self._links = self._links, {}
-        for link in links.values():
-            try:
-                await link.stop(dead)
-            except HixlError as error:
-                logger.warning("link of %r to peer %r: %s", link.driver.name, self.name, error)
-            link.free()
-
-    async def _wind_down(self, dead: bool) -> None:
-        await self._stop_links(dead)
-        await self._connection.aclose()
-        if self._pidfd < 0 or self._harmless:
-            self._unwatch_process()
-            self._host._detach(self)
-
-    # -- leaving
+    # -- the end
 
     async def aclose(self) -> None:
-        """Leaves: drains our own work within the engine's ``close_timeout``, says goodbye, and waits for the peer's.  Idempotent."""
+        """Leaves: drains our own work, says goodbye, and waits for the peer's.  Idempotent.
+
+        Within the engine's ``close_timeout``, and a moment to tear down.
+        """
+        self._host._must_be_here()
+        await asyncio.shield(self._close())
+
+    def _close(self) -> asyncio.Task[None]:
+        return self._end(self._leave())
+
+    def _end(self, how: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Ends the peer this way, unless it is ending already."""
+        if self._ending is None:
+            self._ending = self._host._spawn(how)
+        else:
+            how.close()
+        return self._ending
+
+    def _begin_closing(self) -> None:
+        self.state = PeerState.CLOSING
+        for link in self._links.values():
+            link.refuse()
+
+    async def _leave(self) -> None:
+        """We leave."""
+        error = ClosedError(f"the connection to {self.name!r} was closed here", peer=self.name)
         if self.state is PeerState.UP:
-            self.state = PeerState.CLOSING
-            error = ClosedError(f"the connection to {self.name!r} was closed here", peer=self.name)
-            try:
-                async with asyncio.timeout(self._close_timeout):
-                    await self._say_goodbye()
-                    await self._goodbye
-            except (TimeoutError, ConnectError, ClosedError):
+            until = self._loop.time() + self._close_timeout
+            self._begin_closing()
+            await self._drain(until)
+            await self._say_goodbye()
+            await asyncio.wait([self._farewell], timeout=max(0, until - self._loop.time()))
+            if not self._farewell.done():
                 logger.warning("peer %r did not say goodbye within %g s", self.name, self._close_timeout)
-            else:
-                self._become_harmless()
-            if self.state is not PeerState.DOWN:
-                self._go_down(error)
-                self._tell_lost()
-        elif self.state is PeerState.CONNECTING:
-            self._lose(ClosedError(f"the connection to {self.name!r} was closed here", peer=self.name), dead=False)
-        await self._wind_down(self._dead)
+        self._go_down(error)
+        await self._wind_down()
+
+    async def _drain(self, until: float) -> None:
+        """Lets our work finish by itself, as far as there is time."""
+        drains = [link.drained() for link in self._links.values()]
+        if drains:
+            _, late = await asyncio.wait(drains, timeout=max(0, until - self._loop.time()))
+            for drain in late:
+                drain.cancel()
+
+    async def _part(self, error: PeerLostError) -> None:
+        """The peer leaves, or its link broke.
+
+        A peer that leaves stops its links first, so that the news of it may come before its goodbye or its death.
+        """
+        await asyncio.wait([self._farewell], timeout=GOODBYE_GRACE)
+        if self._farewell.done() and self._farewell.result():
+            error = PeerLostError(f"peer {self.name!r} left", peer=self.name)
+            await self._say_goodbye()
+        self._go_down(error)
+        await self._wind_down()
 
     async def _say_goodbye(self) -> None:
         """Stops our links and tells the peer that nothing of ours will touch its memory again."""
-        if not self._said_goodbye:
-            self._said_goodbye = True
-            for link in self._links.values():
-                await link.stop(False)
-            with contextlib.suppress(ConnectError, ClosedError):
-                self._send("goodbye", {})
+        await self._stop_links()
+        self._tell("goodbye", {})
 
-    def _on_goodbye(self, body: dict[str, Any], fds: list[int]) -> None:
+    def _on_goodbye(self, message: Incoming) -> None:
         """The peer has drained its work and leaves."""
-        _settle(self._goodbye)
+        _settle(self._farewell, True)
         if self.state is PeerState.UP:
-            self.state = PeerState.CLOSING
-            self._host._spawn(self._answer_goodbye())
+            self._begin_closing()
+            self._end(self._part(PeerLostError(f"peer {self.name!r} left", peer=self.name)))
+        self._become_harmless()
 
-    async def _answer_goodbye(self) -> None:
-        await self._say_goodbye()
+    def _go_down(self, error: HixlError) -> None:
+        """The one way into DOWN."""
         if self.state is PeerState.DOWN:
             return
-        self._become_harmless()
-        self._go_down(PeerLostError(f"peer {self.name!r} left", peer=self.name))
+        self.state, self.error = PeerState.DOWN, error
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # retrieved: perhaps nobody waits for it any more
+        _settle(self._farewell, False)
+        self._imports.lose()
+        self._calls.lose(self._lost_error)
+        if not self._exports:
+            self._become_harmless()
         self._tell_lost()
-        await self._wind_down(dead=False)
+
+    async def _stop_links(self) -> None:
+        for link in self._links.values():
+            try:
+                await link.stop(self._dead)
+            except HixlError as error:
+                logger.warning("link of %r to peer %r: %s", link.driver.name, self.name, error)
+
+    async def _wind_down(self) -> None:
+        """Gives back links and connection when nothing of ours works for them any more."""
+        await self._stop_links()
+        for link in self._links.values():
+            link.free()
+        await self._connection.aclose()
+        self._over = True
+        self._detach_if_over()
+
+    def _detach_if_over(self) -> None:
+        if self._over and self._harmless:
+            self._unwatch_process()
+            self._host._detach(self)
+
+    def _give_up(self) -> list[Region]:
+        """The engine ends, and this peer may still hold memory of ours: see `Exports.give_up`."""
+        self._unwatch_process()
+        if not self._fence.done():
+            self._fence.set_exception(
+                ClosedError(f"the engine closed before peer {self.name!r} was known to be harmless")
+            )
+            self._fence.exception()
+        leaked = self._exports.give_up()
+        self._host._detach(self)
+        return leaked
 
     def _abandon(self) -> None:
         """In a child of fork(): closes the child's copies of descriptors, nothing more."""
         self._connection.abandon()
-        if self._pidfd >= 0:
+        if self._pidfd is not None:
             os.close(self._pidfd)
-            self._pidfd = -1
+            self._pidfd = None
 
 
-def _settle(future: asyncio.Future[None]) -> None:
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
     if not future.done():
-        future.set_result(None)
-
-
-def _field(body: dict[str, Any], name: str, kind: type) -> Any:
-    value = body.get(name)
-    if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 0)):
-        raise ProtocolError(f"a control message lacks a valid {name!r}")
-    return value
-
-
-def _decode(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise ProtocolError("a control message carries a card that is not base64") from None
-
-
-_MESSAGES: dict[str, Callable[[Peer, dict[str, Any], list[int]], None]] = {
-    "link": Peer._on_link,
-    "ready": Peer._on_ready,
-    "region.up": Peer._on_region_up,
-    "region.down": Peer._on_region_down,
-    "region.get": Peer._on_region_get,
-    "region.card": Peer._on_answer,
-    "region.gone": Peer._on_region_gone,
-    "call": Peer._on_call,
-    "answer": Peer._on_answer,
-    "failure": Peer._on_failure,
-    "post": Peer._on_post,
-    "goodbye": Peer._on_goodbye,
-}
+        future.set_result(result)

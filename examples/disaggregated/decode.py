@@ -52,7 +52,7 @@ class Decode:
                 async with asyncio.TaskGroup() as group:
                     # If the stream fails, this ends the group, whatever it is waiting for.
                     group.create_task(self._watch(blocks.stream(), request.run, router, timeline))
-                    await self._decode(request, router, blocks.stream(), cache)
+                    await self._decode(request, router, blocks.stream(), cache, timeline)
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
             return Report(kv_digests(cache, request.prompt_tokens), timeline.to_json()).body()
@@ -64,16 +64,22 @@ class Decode:
             self.engine.notify(router, arrivals_topic(run), str(layer).encode())
 
     async def _decode(
-        self, request: DecodeRequest, router: hx.Peer, stream: hx.kv.LayerStream, cache: PagedCache
+        self,
+        request: DecodeRequest,
+        router: hx.Peer,
+        stream: hx.kv.LayerStream,
+        cache: PagedCache,
+        timeline: Timeline,
     ) -> None:
         loop = asyncio.get_running_loop()
         layers = len(cache.memory)
 
         def wait_for_next(layer: int) -> None:
-            # In the thread that computes. A layer is awaited before the model begins with it, not just before it reads
-            # from it: the step also writes, into a block that P's push of this layer fills as a whole.
+            # In the thread that computes, when it is done with a layer. It waits before it begins with the next one, not
+            # just before it reads there: it also writes there, in a block that P's push fills as a whole.
             if layer + 1 < layers:
-                asyncio.run_coroutine_threadsafe(stream.layer(layer + 1), loop).result()
+                with timeline.measure("D", "wait", f"layer {layer + 1}"):
+                    asyncio.run_coroutine_threadsafe(stream.layer(layer + 1), loop).result()
 
         async with self.engine.notifications(first_token_topic(request.run)) as notes:
             first = Step.from_json((await notes.get()).payload)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ import hixl_async as hx
 
 PROGRAMS = {"P": "prefill.py", "D": "decode.py", "reference": "reference.py"}
 
-# Seconds: that a process has to leave, that an answer may take, and in which the others tell what they saw of a failure.
+# Seconds: that a process has to leave, that an answer may take, and for the others to say what they saw of a failure.
 LEAVE, ANSWER, ALSO = 5.0, 3600.0, 1.0
 
 
@@ -29,15 +30,17 @@ class Failed(Exception):
 
 
 class Fleet:
-    """P, D and the reference, each a process of its own; an async context manager.
+    """Some processes of the demo; an async context manager.
 
     :param engine: the router's engine, to which they connect when they are ready.
     :param settings: what they are told.
+    :param names: which ones; see `PROGRAMS`.
     :raises Failed: on entering, if one ends before it is ready; on leaving, if one does not end as it should.
     """
 
-    def __init__(self, engine: hx.Engine, settings: Settings) -> None:
+    def __init__(self, engine: hx.Engine, settings: Settings, *names: str) -> None:
         self._engine = engine
+        self._names = names
         self._settings = settings
         self._peers: dict[str, hx.Peer] = {}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
@@ -55,9 +58,8 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stop()
-        ends = {name: _describe(end.result()) for name, end in self._ends.items() if end.result() != 0}
-        if ends and error is None:
-            raise Failed(ends)
+        if error is None and any(end.result() for end in self._ends.values()):
+            raise Failed(self._ended())
 
     def pids(self) -> dict[str, int]:
         return {name: process.pid for name, process in self._processes.items()}
@@ -72,31 +74,36 @@ class Fleet:
         """
         return await self._peers[name].request(service, body, timeout=ANSWER)
 
-    async def together(self, **asked: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Waits for the answers of several processes, by name.
+    async def together(self, asked: dict[str, Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+        """Waits for answers of several processes, by name, as long as all processes live.
 
-        :raises Failed: if one of them fails. The others then have a moment to say how it looks from their side.
+        :raises Failed: if an answer is an error, or a process ends. The others then have a moment to say how that looks
+            from their side.
         """
-        tasks = {name: asyncio.create_task(answer) for name, answer in asked.items()}
+        answers = {name: asyncio.create_task(answer) for name, answer in asked.items()}
+        all_or_error = asyncio.create_task(asyncio.wait(answers.values(), return_when=asyncio.FIRST_EXCEPTION))
         try:
-            _, missing = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-            if missing:
-                await asyncio.wait(missing, timeout=ALSO)
+            await asyncio.wait({all_or_error, *self._ends.values()}, return_when=asyncio.FIRST_COMPLETED)
+            # Over at once if all have answered.
+            await asyncio.wait(answers.values(), timeout=ALSO)
         finally:
-            for task in tasks.values():
+            for task in (all_or_error, *answers.values()):
                 task.cancel()
-        errors = {name: task.exception() for name, task in tasks.items() if task.done() and not task.cancelled()}
-        if reasons := {name: f"{type(error).__name__}: {error}" for name, error in errors.items() if error}:
-            raise Failed(reasons)
-        return {name: task.result() for name, task in tasks.items()}
+        errors = {name: answer.exception() for name, answer in answers.items() if answer.done()}
+        failures = {name: f"{type(error).__name__}: {error}" for name, error in errors.items() if error}
+        if failures or self._ended():
+            raise Failed(failures | self._ended())
+        return {name: answer.result() for name, answer in answers.items()}
+
+    def _ended(self) -> dict[str, str]:
+        return {name: _describe(end.result()) for name, end in self._ends.items() if end.done()}
 
     async def _start(self) -> None:
-        connected = self._engine.accepted()
-        for name, program in PROGRAMS.items():
+        for name in self._names:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-X", "faulthandler"),  # a crash in native code leaves a traceback, too
-                str(Path(__file__).with_name(program)),
+                str(Path(__file__).with_name(PROGRAMS[name])),
                 self._settings.to_json(),
                 stdin=asyncio.subprocess.DEVNULL,
                 # Several threads of BLAS would not add up in the same order each time.
@@ -106,18 +113,20 @@ class Fleet:
             )
             self._processes[name] = process
             self._ends[name] = asyncio.create_task(process.wait())
-        ready = asyncio.create_task(self._meet(connected))
-        await asyncio.wait({ready, *self._ends.values()}, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if ends := {name: _describe(end.result()) for name, end in self._ends.items() if end.done()}:
-            raise Failed(ends)
-        await ready
+        ready = asyncio.create_task(self._connected())
+        try:
+            await asyncio.wait({ready, *self._ends.values()}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        if self._ended():
+            raise Failed(self._ended())
 
-    async def _meet(self, connected: AsyncIterator[hx.Peer]) -> None:
-        async for peer in connected:
-            self._peers[peer.name] = peer
-            if self._peers.keys() == PROGRAMS.keys():
-                return
+    async def _connected(self) -> None:
+        async with aclosing(self._engine.accepted()) as peers:
+            async for peer in peers:
+                self._peers[peer.name] = peer
+                if self._peers.keys() == set(self._names):
+                    return
 
     async def _stop(self) -> None:
         for name, process in self._processes.items():
@@ -126,14 +135,16 @@ class Fleet:
         # The others end when the router says goodbye.
         await asyncio.gather(*(peer.aclose() for peer in self._peers.values()))
         if self._ends:
-            _, late = await asyncio.wait(self._ends.values(), timeout=LEAVE)
-        for name, process in self._processes.items():
+            await asyncio.wait(self._ends.values(), timeout=LEAVE)
+        for process in self._processes.values():
             if process.returncode is None:
                 process.kill()
         await asyncio.gather(*self._ends.values())
 
 
 def _describe(code: int) -> str:
+    if code == 0:
+        return "ended"
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}; what it said is above"

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def available() -> list[str]:
-    """The loops that are installed, the best first."""
-    return ["uvloop", "asyncio"] if importlib.util.find_spec("uvloop") else ["asyncio"]
+def best() -> str:
+    """The faster of the loops that are installed."""
+    return "uvloop" if importlib.util.find_spec("uvloop") else "asyncio"
 
 
 def run(program: Coroutine[Any, Any, T], loop: str) -> T:
-    """Runs `program` on a new loop of the kind `loop`, as `asyncio.run` does."""
+    """Runs `program` as `asyncio.run` does, on a loop of the kind ``"uvloop"`` or ``"asyncio"``."""
     factory = None
     if loop == "uvloop":
         import uvloop

@@ -33,6 +33,8 @@ class Settings(Record):
     pool_blocks: int
     """How many blocks of keys and values its memory can hold."""
     random_model: bool
+    bytes_per_second: float | None = None
+    """Paces what the process writes to others; None: as fast as it goes."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,6 @@ class PrefillRequest(Record):
     """D's permission to fill certain blocks of its pool, once."""
     streamed: bool
     """Send each layer as soon as it is computed; if not, all of them after the prefill."""
-    bytes_per_second: float | None
-    """The speed of a paced link; None: as fast as the machine goes."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,19 @@ class Report(Record):
     """and how many bytes they moved."""
 
 
-def tokens_topic(run: int) -> str:
-    """Under this topic the router gets the steps of a run, one by one; an empty notification ends them."""
-    return f"tokens of run {run}"
+# Topics of notifications. A run has topics of its own, as many may be under way at once.
 
 
 def first_token_topic(run: int) -> str:
-    """Under this topic D gets P's step, which chose the first token."""
-    return f"first token of run {run}"
+    """P to D: the `Step` that chose the first token."""
+    return f"run {run}: first token"
+
+
+def tokens_topic(run: int) -> str:
+    """To the router: each `Step`, as JSON; nothing, after the last one."""
+    return f"run {run}: tokens"
 
 
 def arrivals_topic(run: int) -> str:
-    """Under this topic the router hears of the layers that have arrived at D, for its progress line."""
-    return f"arrivals of run {run}"
+    """D to the router: the number of each layer that has arrived, for the progress line."""
+    return f"run {run}: arrivals"

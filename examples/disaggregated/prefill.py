@@ -7,9 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from link import PacedLink
 from messages import PrefillRequest, Report, Step, first_token_topic
-from model import KvMemory, PagedCache
+from model import KvMemory, OnLayer, PagedCache
 from timeline import Timeline, Track
 from worker import Worker, kv_digests, start
 
@@ -48,29 +47,32 @@ class Prefill:
         request = PrefillRequest(**body)
         timeline = Timeline()
         decode = await self.engine.connect(request.ticket["address"])
+        before = self.engine.stats()
         async with self.pool.reserve(tokens=len(request.prompt)) as blocks:
             cache = PagedCache(self.memory, blocks.ids)
-            layer_bytes = self.pool.layout.layer_bytes(len(blocks.ids))
-            link = PacedLink(request.bytes_per_second) if request.bytes_per_second else None
             async with self.pool.open_stream(decode, request.ticket) as out:
 
                 def push(layer: int) -> None:
                     # Called in the thread that computes, between the layer's projections and its attention. It only
                     # hands the layer over; the event loop moves it while the thread goes on.
                     timeline.mark("P", "push", f"layer {layer}", layer=layer)
-                    out.push(layer, blocks[layer], ready=link.carry(layer_bytes) if link else None)
+                    out.push(layer, blocks[layer])
 
                 step = await self._compute(request.prompt, cache, timeline, push if request.streamed else None)
                 await self.engine.notify(decode, first_token_topic(request.run), step.to_json().encode())
                 if not request.streamed:
                     for layer in range(self.pool.layout.layers):
                         push(layer)
-            # Here D has acknowledged every layer.
-            return Report(kv_digests(cache, len(request.prompt)), timeline.to_json(), layer_bytes).body()
+            # Leaving the stream has waited until D acknowledged it: all layers are there.
+            after = self.engine.stats()
+            return Report(
+                kv_digests(cache, len(request.prompt)),
+                timeline.to_json(),
+                transfers=after.transfers - before.transfers - 1,  # one was the notification
+                transferred=after.bytes - before.bytes,
+            ).body()
 
-    async def _compute(
-        self, prompt: list[int], cache: PagedCache, timeline: Timeline, push: OnLayer | None
-    ) -> Step:
+    async def _compute(self, prompt: list[int], cache: PagedCache, timeline: Timeline, push: OnLayer | None) -> Step:
         done: list[int] = []
         step = await self.worker.step(
             prompt, cache, on_layer=push, on_layer_done=lambda _layer: done.append(time.monotonic_ns())

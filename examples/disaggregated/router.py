@@ -12,55 +12,47 @@ from typing import Any
 from fleet import Fleet
 from messages import DecodeRequest, GenerateRequest, PrefillRequest, Report, Step, arrivals_topic, tokens_topic
 from timeline import Timeline, Track
+from tokenizer import Tokenizer
 
 import hixl_async as hx
 
-Listener = Callable[[int], None]
-Answers = dict[str, dict[str, Any]]
-
 
 def ignore(_number: int) -> None:
-    """A listener that does not listen."""
+    """For those who do not want to hear of something."""
 
 
 @dataclass
 class Run:
-    """One prompt with its answer."""
+    """A prompt and its answer, with all that is known about how it came to be."""
 
     prompt: list[int]
+    max_tokens: int
     asked_ns: int
     """When the router sent the request,"""
     heard_ns: list[int] = field(default_factory=list)
     """and when it heard of each token."""
     steps: list[Step] = field(default_factory=list)
-    """The prefill, then one for each further token."""
+    """The prefill, then a step for each further token."""
     reports: dict[str, Report] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=Timeline)
 
-    @property
-    def prefill_ns(self) -> int:
-        return self.steps[0].end_ns - self.steps[0].start_ns
-
-    @property
-    def dispatch_ns(self) -> int:
-        """From the request to the start of the prefill."""
-        return self.steps[0].start_ns - self.asked_ns
-
-    def heard_after_ns(self, token: int) -> int:
-        """From the request until the router heard of a token."""
-        return self.heard_ns[token] - self.asked_ns
-
 
 class Router:
-    """Sends requests to the processes of a fleet.
+    """Lets the processes of a fleet answer prompts.
 
-    :param engine: hears of tokens as they are chosen.
+    :param engine: the engine to which they are connected, and which they notify of tokens.
+    :param tokenizer: names the tokens in timelines.
     """
 
-    def __init__(self, engine: hx.Engine, fleet: Fleet) -> None:
+    def __init__(self, engine: hx.Engine, fleet: Fleet, tokenizer: Tokenizer) -> None:
         self._engine = engine
         self._fleet = fleet
+        self._tokenizer = tokenizer
         self._numbers = itertools.count(1)
+
+    async def introduce(self) -> None:
+        """Connects P with D before the first request, so that none has to wait for it."""
+        await self._fleet.ask("P", "meet", {"address": self._fleet.address("D")})
 
     async def disaggregated(
         self,
@@ -68,25 +60,98 @@ class Router:
         max_tokens: int,
         *,
         streamed: bool = True,
-        bytes_per_second: float | None = None,
-        on_token: Listener = ignore,
-        on_arrival: Listener = ignore,
+        on_token: Callable[[int], None] = ignore,
+        on_arrival: Callable[[int], None] = ignore,
     ) -> Run:
-        """Lets P prefill and D decode.
+        """Has P prefill and D decode.
 
-        :param streamed: whether P sends each layer as soon as it is there, or all of them at the end.
-        :param bytes_per_second: paces the link between them.
-        :param on_token: called with each token.
-        :param on_arrival: called with each layer that has arrived at D.
-        :raises Failed: if one of the processes fails.
+        :param streamed: whether P sends a layer as soon as it has computed it, or all of them at the end.
+        :param on_token: called with each token, as it is chosen.
+        :param on_arrival: called with the number of each layer that has arrived at D.
+        :raises Failed: if a process fails.
         """
         number = next(self._numbers)
-        wanted = DecodeRequest(number, len(prompt), max_tokens)
-        run = Run(prompt, asked_ns=time.monotonic_ns())
-        ticket = await self._fleet.ask("D", "reserve", wanted.body())
-        work = PrefillRequest(number, prompt, ticket, streamed, bytes_per_second)
-        with self._listen(arrivals_topic(number), lambda note: on_arrival(int(note.payload))):
-            ...
+        run = Run(prompt, max_tokens, asked_ns=time.monotonic_ns())
+        to_decode = DecodeRequest(number, len(prompt), max_tokens)
+        # D reserves memory, and its ticket allows P to write there. Both begin at once: P to compute, D to wait.
+        ticket = await self._fleet.ask("D", "reserve", to_decode.body())
+        to_prefill = PrefillRequest(number, prompt, ticket, streamed)
+        await self._answer(
+            number,
+            run,
+            {
+                "P": self._fleet.ask("P", "prefill", to_prefill.body()),
+                "D": self._fleet.ask("D", "decode", to_decode.body()),
+            },
+            on_token,
+            on_arrival,
+        )
+        _add_transfers(run.timeline)
+        self._add_steps(run)
+        return run
 
     async def alone(self, prompt: list[int], max_tokens: int) -> Run:
-        """Lets the reference do all of it."""
+        """Has the reference do all of it.
+
+        :raises Failed: if it fails.
+        """
+        number = next(self._numbers)
+        run = Run(prompt, max_tokens, asked_ns=time.monotonic_ns())
+        request = GenerateRequest(number, prompt, max_tokens)
+        asked = {"reference": self._fleet.ask("reference", "generate", request.body())}
+        await self._answer(number, run, asked, ignore, ignore)
+        return run
+
+    async def _answer(
+        self,
+        number: int,
+        run: Run,
+        asked: dict[str, Coroutine[Any, Any, dict[str, Any]]],
+        on_token: Callable[[int], None],
+        on_arrival: Callable[[int], None],
+    ) -> None:
+        listening = asyncio.create_task(self._listen(number, run, on_token, on_arrival))
+        try:
+            answers = await self._fleet.together(asked)
+            await listening  # answers and notifications take different ways, so the last of them may still be coming
+        finally:
+            listening.cancel()
+        for name, body in answers.items():
+            run.reports[name] = Report(**body)
+            run.timeline.merge(Timeline.from_json(run.reports[name].timeline))
+
+    async def _listen(
+        self, number: int, run: Run, on_token: Callable[[int], None], on_arrival: Callable[[int], None]
+    ) -> None:
+        tokens, arrivals = tokens_topic(number), arrivals_topic(number)
+        async with self._engine.notifications() as notes:
+            async for note in notes:
+                if note.topic == arrivals:
+                    on_arrival(int(note.payload))
+                elif note.topic == tokens and not note.payload:
+                    return
+                elif note.topic == tokens:
+                    run.heard_ns.append(time.monotonic_ns())
+                    run.steps.append(Step.from_json(note.payload))
+                    on_token(run.steps[-1].token)
+
+    def _add_steps(self, run: Run) -> None:
+        """Adds the steps of D, as far as they did not wait for a layer."""
+        waits = run.timeline.on("wait")
+        for step in run.steps[1:]:
+            text, start = self._tokenizer.decode([step.token]), step.start_ns
+            for wait in waits:
+                if start < wait.start_ns < step.end_ns:
+                    run.timeline.add("D", Track.DECODE, text, start, wait.start_ns)
+                    start = wait.end_ns
+            run.timeline.add("D", Track.DECODE, text, start, step.end_ns)
+
+
+def _add_transfers(timeline: Timeline) -> None:
+    """Adds when each layer was on its way: from its push, or from the arrival of the one before, until it arrived."""
+    arrived = {span.args["layer"]: span.end_ns for span in timeline.on(Track.ARRIVAL)}
+    free = 0
+    for push in timeline.on("push"):
+        layer = push.args["layer"]
+        start, free = max(push.start_ns, free), arrived[layer]
+        timeline.add("P", Track.TRANSFER, f"layer {layer}", start, free, layer=layer)

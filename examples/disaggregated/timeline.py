@@ -223,9 +223,7 @@ _CHARACTER_WIDTHS = {
 }  # of the font size; all others 0.64
 
 
-def draw(
-    timelines: Sequence[Timeline], *, title: str, subtitle: str = "", decode_steps: int | None = 6
-) -> str:
+def draw(timelines: Sequence[Timeline], *, title: str, subtitle: str = "", decode_steps: int | None = 6) -> str:
     """Returns an SVG, 900 pixels wide, of one or more runs above one another on one time axis.
 
     Each run starts at the left with the first span that is drawn, and shows its tracks as lanes (see
@@ -363,9 +361,7 @@ class _Picture:
         self._text(_LEFT - 10, top + height / 2 + 4, lane.label, "end")
         row_height = height / max(len(rows), 1)
         boxes = [
-            self._box(span, top + number * row_height, start_ns)
-            for number, row in enumerate(rows)
-            for span in row
+            self._box(span, top + number * row_height, start_ns) for number, row in enumerate(rows) for span in row
         ]
         boxes.sort(key=lambda box: box.left)
         for number, box in enumerate(boxes):

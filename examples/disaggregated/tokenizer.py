@@ -152,11 +152,7 @@ def chat_prompt(question: str, system: str = DEFAULT_SYSTEM) -> str:
     This is the template of SmolLM2 Instruct, whose system message is :data:`DEFAULT_SYSTEM` when none is
     given. The model ends its answer with ``<|im_end|>``.
     """
-    return (
-        f"<|im_start|>system\n{system}<|im_end|>\n"
-        f"<|im_start|>user\n{question}<|im_end|>\n"
-        f"<|im_start|>assistant\n"
-    )
+    return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def split_words(text: str) -> Iterator[str]:

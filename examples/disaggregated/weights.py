@@ -116,9 +116,7 @@ class Checkpoint:
     vocabulary: Vocabulary
 
 
-def load(
-    gguf: Path | None = None, cache_directory: Path | None = None, progress: Progress | None = None
-) -> Checkpoint:
+def load(gguf: Path | None = None, cache_directory: Path | None = None, progress: Progress | None = None) -> Checkpoint:
     """Returns the model, mapped from the cache, which is made first where there is none.
 
     Any number of processes may call this at once. Each one that finds no cache makes it, so let one go
@@ -267,9 +265,7 @@ def _read_gguf(source: Path) -> tuple[GGUFReader, Callable[..., Array]]:
         from gguf import GGUFReader
         from gguf.quants import dequantize
     except ImportError as error:
-        raise ModelUnavailable(
-            f"Reading the model needs one more package ({error}):\n    pip install gguf"
-        ) from error
+        raise ModelUnavailable(f"Reading the model needs one more package ({error}):\n    pip install gguf") from error
     try:
         return GGUFReader(source), dequantize
     except (ValueError, IndexError, KeyError) as error:

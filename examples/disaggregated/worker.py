@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import loops
 import numpy as np
@@ -22,6 +23,7 @@ from messages import Settings, Step, tokens_topic
 from model import Array, Llama, OnLayer, PagedCache
 
 import hixl_async as hx
+from hixl_async.testing import FaultPlan, faulty
 
 BLOCK_TOKENS = 16
 
@@ -122,10 +124,22 @@ def start(name: str, program: Callable[[Worker], Awaitable[None]]) -> None:
     settings = Settings.from_json(sys.argv[1])
 
     async def run() -> None:
-        async with hx.Engine("127.0.0.1:0", name=name, drivers=[settings.driver]) as engine:
+        async with hx.Engine("127.0.0.1:0", name=name, drivers=_drivers(settings)) as engine:
             await program(Worker(settings, engine, _warm_model(settings)))
 
     loops.run(run(), settings.loop)
+
+
+def _drivers(settings: Settings) -> dict[str, dict[str, Any]]:
+    """The driver, wrapped where its link is to be slow.
+
+    Between two processes of one host, keys and values travel in a fraction of the time that a CPU needs to compute
+    them. Between two hosts they would not, and a paced link shows what streaming is then worth. The copies are real,
+    but each happens when a wire of that speed would have delivered it.
+    """
+    if settings.bytes_per_second is None:
+        return {settings.driver: {}}
+    return faulty(settings.driver, FaultPlan().bandwidth(settings.bytes_per_second, verb="write"))
 
 
 def _warm_model(settings: Settings) -> Llama:

@@ -64,7 +64,7 @@ class Scope(NamedTuple):
         # Namespaces and inodes are only unique on one kernel, which the boot id names. It is random, so that an
         # outsider can do nothing with a digest but compare it.
         try:
-            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
                 boot = file.read().strip()
             network = _fingerprint(boot, "network", os.stat("/proc/self/ns/net"))
         except OSError:

@@ -147,17 +147,21 @@ class Blocks:
 class Reservation(Awaitable[Blocks]):
     """What ``pool.reserve()`` answers: await it for the `Blocks`, or enter it with ``async with``."""
 
-    __slots__ = ("_blocks", "_count", "_pool")
+    __slots__ = ("_blocks", "_count", "_entered", "_pool")
 
     def __init__(self, pool: Pool, count: int) -> None:
         self._pool = pool
         self._count = count
+        self._entered = False
         self._blocks: Blocks | None = None
 
     def __await__(self) -> Generator[Any, None, Blocks]:
         return self._pool._reserve(self._count).__await__()
 
     async def __aenter__(self) -> Blocks:
+        if self._entered:
+            raise ClosedError("a reservation is entered once; call pool.reserve() again")
+        self._entered = True
         self._blocks = await self
         return self._blocks
 

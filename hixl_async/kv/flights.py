@@ -55,6 +55,7 @@ class Flights:
         self._lock = lock
         self._landed = landed
         self._failed = failed
+        self._rows: dict[tuple[int, ...], Any] = {}
         self._transfers: dict[int, Transfer] = {}
         self._queue: deque[_Push] = deque()
         self._sources: set[Blocks] = set()
@@ -120,17 +121,28 @@ class Flights:
     def _start(self, push: _Push) -> None:
         assert self.remote is not None
         assert self.signals is not None
-        pool, ticket = self._pool, self._ticket
-        target = ticket.blocks[: len(push.ids)]
-        rows = pool.layout.rows(push.layer, push.ids, target, pool.blocks, ticket.pool_blocks)
-        batch = hixl_async.Batch("write", pool.region, self.remote, rows)
-        word = WORD * (ticket.slot * ticket.layers + push.layer)
+        pool, ticket, layer = self._pool, self._ticket, push.layer
+        local_bytes, remote_bytes = pool.layout.layer_bytes(pool.blocks), pool.layout.layer_bytes(ticket.pool_blocks)
+        batch = hixl_async.Batch(
+            "write",
+            pool.region[layer * local_bytes : (layer + 1) * local_bytes],
+            self.remote[layer * remote_bytes : (layer + 1) * remote_bytes],
+            self._rows_of(push.ids),
+        )
+        word = WORD * (ticket.slot * ticket.layers + layer)
         transfer = pool.engine.submit(batch, signal=(self.signals[word : word + WORD], ticket.generation))
         self._transfers[push.layer] = transfer
         if transfer.done():
             self._on_done(push.layer, transfer)
         else:
             transfer.add_done_callback(partial(self._on_done, push.layer))
+
+    def _rows_of(self, ids: tuple[int, ...]) -> Any:
+        """The descriptors of a layer, counted from its start in both pools: the same for every layer."""
+        if ids not in self._rows:
+            ticket, pool = self._ticket, self._pool
+            self._rows[ids] = pool.layout.rows(0, ids, ticket.blocks[: len(ids)], pool.blocks, ticket.pool_blocks)
+        return self._rows[ids]
 
     def _on_done(self, layer: int, transfer: Transfer) -> None:
         if transfer.cancelled():

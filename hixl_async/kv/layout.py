@@ -53,6 +53,10 @@ _ALIASES = {
 }
 
 
+#: Up to so many blocks a Python loop is faster than a dozen calls of numpy.
+FEW = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The shape of a paged KV cache; two sides can stream to each other if all fields are equal.
@@ -150,7 +154,7 @@ class Layout:
         """Descriptors that copy one layer's blocks from one pool to another: source block *i* to target block *i*.
 
         Neighbours in both pools become one descriptor.  Where the process has imported numpy there is no Python loop
-        over the blocks.
+        over the blocks, unless they are so few that it is faster.
 
         :param layer: index of the layer, the same on both sides.
         :param source_blocks: block ids in the source pool.
@@ -173,7 +177,7 @@ class Layout:
         bases = [((2 * layer + half) * source_pool_blocks, (2 * layer + half) * target_pool_blocks) for half in (0, 1)]
         numpy = sys.modules.get("numpy")
         # Without flatnonzero numpy is just being imported by another thread.
-        if numpy is not None and hasattr(numpy, "flatnonzero"):
+        if len(source_blocks) > FEW and numpy is not None and hasattr(numpy, "flatnonzero"):
             return _rows_of_arrays(numpy, bases, source_blocks, target_blocks, self.block_bytes)
         return _rows_of_loops(bases, source_blocks, target_blocks, self.block_bytes)
 

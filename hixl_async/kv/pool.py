@@ -97,12 +97,15 @@ class Pool:
         self.region: Region = engine.allocate(name, layout.pool_bytes(blocks), access=access, grant=grant)
         self._signals: Region | None = None
         self._words: memoryview | None = None
-        if Access.parse(access) & Access.WRITE:
-            self._signals = engine.allocate(
-                f"{name}.signals", blocks * layout.layers * WORD, access="write", grant=grant
-            )
-            self._words = memoryview(self._signals).cast("B").cast("Q")
-        self._exchange = Exchange(self)
+        try:
+            if Access.parse(access) & Access.WRITE:
+                size = blocks * layout.layers * WORD
+                self._signals = engine.allocate(f"{name}.signals", size, access="write", grant=grant)
+                self._words = memoryview(self._signals).cast("B").cast("Q")
+            self._exchange = Exchange(self)
+        except BaseException:
+            self._spawn(self._close_regions())
+            raise
         engine.on_close(_closer(weakref.ref(self)))
 
     def __repr__(self) -> str:
@@ -295,6 +298,9 @@ class Pool:
         self._exchange.close()
         for blocks in list(self._lent):
             self._free(blocks)
+        await self._close_regions()
+
+    async def _close_regions(self) -> None:
         if self._words is not None:
             self._words.release()
         if self._signals is not None:

@@ -96,15 +96,9 @@ class LayerStream:
             self._raise_failure()
             await self._waiters.wait(layer)
 
-    async def __aiter__(self) -> AsyncIterator[int]:
+    def __aiter__(self) -> AsyncIterator[int]:
         """Layers in the order in which they land, each once; raises like `layer` as soon as the stream fails."""
-        landed = self._state.landed
-        for position in range(self.ticket.layers):
-            while position >= len(landed):
-                self._raise_failure()
-                await self._waiters.wait(ANY_LAYER)
-            self._raise_failure()
-            yield landed[position]
+        return _Landings(self)
 
     async def finished(self) -> None:
         """Waits for the end of the stream; returns if all layers are here, else raises like `layer`."""
@@ -267,3 +261,25 @@ class LayerStream:
         outcome = self._state.outcome
         if outcome is not None and (error := outcome.error(self._peer)) is not None:
             raise error
+
+
+class _Landings(AsyncIterator[int]):
+    """One walk over a stream's layers.  Not a generator, which a cancelled ``anext`` would end."""
+
+    __slots__ = ("_position", "_stream")
+
+    def __init__(self, stream: LayerStream) -> None:
+        self._stream = stream
+        self._position = 0
+
+    async def __anext__(self) -> int:
+        stream = self._stream
+        if self._position == stream.ticket.layers:
+            raise StopAsyncIteration
+        stream._raise_failure()
+        landed = stream._state.landed
+        while self._position >= len(landed):
+            await stream._waiters.wait(ANY_LAYER)
+            stream._raise_failure()
+        self._position += 1
+        return landed[self._position - 1]

@@ -661,7 +661,7 @@ def test_cancel_too_late(world: World) -> None:
 def test_high_priority_overtakes(large: World) -> None:
     if large.left.vt.name != b"shm":
         pytest.skip("a hint that other drivers may ignore")
-    low = [large.write(0, 0, 64 << 20, priority=-1) for _ in range(32)]
+    low = [large.write(0, 0, 64 << 20, priority=-1) for _ in range(256)]
     high = large.write(0, 0, 1 << 20, priority=1)
     high.ok(large.left, large.right)
     assert not any(op.released for op in low)
@@ -693,7 +693,7 @@ def test_low_priority_does_not_starve(large: World) -> None:
 @pytest.mark.parametrize("dead", [False, True])
 def test_stop_with_work_in_flight(large: World, dead: bool) -> None:
     left = large.left
-    ops = [large.write(0, 0, 64 << 20) for _ in range(32)]  # seconds of work
+    ops = [large.write(0, 0, 64 << 20) for _ in range(256)]  # minutes of work
     left.instance.until(lambda: left.progress(ops[0]) > 0, what="no progress")
     left.stop(dead).wait(left)
     assert all(op.released for op in ops), "stop finished before the ops were released"
@@ -743,7 +743,7 @@ def test_stop_twice(pair) -> None:
 
 @alloc
 def test_stop_twice_with_work_in_flight(large: World) -> None:
-    ops = [large.write(0, 0, 64 << 20) for _ in range(32)]
+    ops = [large.write(0, 0, 64 << 20) for _ in range(256)]
     first = large.left.stop()
     second = large.left.stop(dead=True)
     first.wait(large.left)
@@ -784,7 +784,7 @@ def test_stop_during_import(open_instance) -> None:
 def test_fence_with_a_cooperating_peer(large: World) -> None:
     """After the fence the peer writes nothing more, whatever it had in flight; it can't submit any more."""
     left, right = large.left, large.right
-    ops = [large.write(0, 0, 64 << 20) for _ in range(32)]
+    ops = [large.write(0, 0, 64 << 20) for _ in range(256)]
     left.instance.until(lambda: left.progress(ops[0]) > 0, what="no progress")
     right.fence().ok(left, right)
     landed = large.there.view.tobytes()

@@ -139,7 +139,7 @@ def test_the_writer_is_killed_in_the_middle(peer: Peer, link: vt.Link) -> None:
     ours = link.instance.alloc(64 * MIB)
     there = peer.call("alloc", size=64 * MIB, rights=3, seed=2)
     remote = peer.give(ours)
-    ops = [peer.call("submit", verb=WRITE, rows=[(there, 0, remote, 0, 64 * MIB)], wait=False) for _ in range(8)]
+    ops = [peer.call("submit", verb=WRITE, rows=[(there, 0, remote, 0, 64 * MIB)], wait=False) for _ in range(64)]
     while peer.call("progress", op=ops[0]) == 0:
         pass
     peer.kill()

@@ -302,6 +302,7 @@ def test_a_pid_that_is_not_the_peers(open_instance, pid: int) -> None:
 # ---- fork --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_after_fork(open_instance) -> None:
     """The child drops every descriptor, and the parent notices nothing."""
     world = World(*open_instance.pair(), size=2 * MIB)

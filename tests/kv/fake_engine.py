@@ -13,17 +13,29 @@ import json
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hixl_async.errors import ClosedError, HixlError, InvalidArgumentError, PeerLostError, TransferTimeoutError
 
 _numbers = itertools.count(1)
 
 
+class Range(NamedTuple):
+    """A slice, as far as batches and signals need it."""
+
+    owner: Any
+    memory: Region
+    start: int
+
+
 class Region(bytearray):
     def __init__(self, name: str, size: int) -> None:
         super().__init__(size)
         self.name, self.size, self.closed = name, size, False
+
+    def __getitem__(self, key: slice) -> Range:  # type: ignore[override]
+        assert 0 <= key.start < key.stop <= self.size
+        return Range(self, self, key.start)
 
     async def aclose(self) -> None:
         self.closed = True
@@ -33,13 +45,13 @@ class RemoteRegion:
     def __init__(self, region: Region, peer: Peer) -> None:
         self.region, self.peer, self.name, self.size = region, peer, region.name, region.size
 
-    def __getitem__(self, key: slice) -> tuple[RemoteRegion, int]:
+    def __getitem__(self, key: slice) -> Range:
         assert 0 <= key.start < key.stop <= self.size
-        return self, key.start
+        return Range(self, self.region, key.start)
 
 
 class Batch:
-    def __init__(self, verb: str, local: Region, remote: RemoteRegion, rows: Any) -> None:
+    def __init__(self, verb: str, local: Range, remote: Range, rows: Any) -> None:
         assert verb == "write"
         self.local, self.remote, self.rows = local, remote, memoryview(rows).tolist()
 
@@ -47,24 +59,27 @@ class Batch:
 class Transfer(asyncio.Future):
     """One flight: `write` moves its bytes, `land` also its signal, `release` ends it.  Cancelling stops nothing."""
 
-    def __init__(self, engine: Engine, batch: Batch, signal: tuple[tuple[RemoteRegion, int], int]) -> None:
+    def __init__(self, engine: Engine, batch: Batch, signal: tuple[Range, int]) -> None:
         super().__init__(loop=engine.loop)
         self.engine, self.batch, self.signal = engine, batch, signal
         self.released = engine.loop.create_future()
 
     def write(self) -> None:
+        local, remote = memoryview(self.batch.local.memory), memoryview(self.batch.remote.memory)
         for source, target, length in self.batch.rows:
-            data = self.batch.local[source : source + length]
-            assert len(data) == length
-            self.batch.remote.region[target : target + length] = data
+            source, target = source + self.batch.local.start, target + self.batch.remote.start
+            remote[target : target + length] = local[source : source + length]
 
     def land(self) -> None:
         self.write()
-        (remote, offset), value = self.signal
-        remote.region[offset : offset + 8] = value.to_bytes(8, "little")
-        remote.peer.other.signalled()
+        self.store()
+        self.batch.remote.owner.peer.other.signalled()
         if not self.done():
             self.set_result(None)
+
+    def store(self) -> None:
+        word, value = self.signal
+        memoryview(word.memory)[word.start : word.start + 8] = value.to_bytes(8, "little")
 
     def fail(self, error: Exception) -> None:
         self.set_exception(error)
@@ -231,10 +246,10 @@ class Engine:
         del self.handlers[service]
 
     def submit(self, batch: Batch, *, signal: Any = None) -> Transfer:
-        peer = batch.remote.peer
+        peer = batch.remote.owner.peer
         if peer.error is not None:
             raise PeerLostError("the peer is lost")
-        if batch.local.closed:
+        if batch.local.memory.closed:
             raise ClosedError("region closed")
         transfer = Transfer(self, batch, signal)
         self.flights.append(transfer)

@@ -11,6 +11,7 @@ import numpy
 import pytest
 
 import hixl_async as hx
+from hixl_async.testing import BalanceSheet
 
 LAYOUT = hx.kv.Layout(layers=8, kv_heads=3, head_dim=64, dtype="bfloat16", block_tokens=16)
 BLOCKS = 96
@@ -24,17 +25,16 @@ class Pools(NamedTuple):
 
 @pytest.fixture
 async def pools() -> AsyncIterator[Pools]:
-    async with hx.Engine("127.0.0.1:0", name="d") as d, hx.Engine(name="p") as p:
-        async with (
-            hx.kv.Pool(d, LAYOUT, blocks=BLOCKS, shuffle=1) as target,
-            hx.kv.Pool(p, LAYOUT, blocks=BLOCKS, access="none", shuffle=2) as source,
-        ):
-            yield Pools(source, target, await p.connect(d.address))
+    async with (
+        BalanceSheet(ignore=("thread asyncio",)),
+        hx.Engine("127.0.0.1:0", name="d") as d,
+        hx.Engine(name="p") as p,
+        hx.kv.Pool(d, LAYOUT, blocks=BLOCKS, shuffle=1) as target,
+        hx.kv.Pool(p, LAYOUT, blocks=BLOCKS, access="none", shuffle=2) as source,
+    ):
+        yield Pools(source, target, await p.connect(d.address))
         for pool in (source, target):
             assert pool.statistics() == (BLOCKS, 0, 0, 0)
-    for engine in (d, p):
-        stats = engine.stats()
-        assert (stats.in_flight, stats.pinned, stats.regions, stats.remote_regions, stats.peers) == (0, 0, 0, 0, 0)
 
 
 def array(pool: hx.kv.Pool) -> numpy.ndarray[Any, Any]:
@@ -171,3 +171,28 @@ async def test_both_pools_may_be_source_and_target() -> None:
         hx.kv.Pool(b, LAYOUT, blocks=8) as right,
     ):
         await asyncio.gather(send(left, right, 1), send(right, left, 2))
+
+
+async def test_b5_no_byte_comes_after_the_fence() -> None:
+    large = hx.kv.Layout(layers=4, kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=128)
+    async with (
+        hx.Engine("127.0.0.1:0", name="d") as d,
+        hx.Engine(name="p") as p,
+        hx.kv.Pool(d, large, blocks=16) as target,
+        hx.kv.Pool(p, large, blocks=16, access="none") as source,
+    ):
+        peer = await p.connect(d.address)
+        view = target.region.numpy("uint8", (4, 2, 16, large.block_bytes))
+        source.region.numpy("uint8")[:] = 1
+        for _ in range(5):
+            async with source.reserve(blocks=16) as mine:
+                blocks = await target.reserve(blocks=16)
+                out = await source.open_stream(peer, blocks.ticket())
+                for layer in range(4):
+                    out.push(layer, mine[layer])
+                await blocks.stream().abort("enough")
+                await blocks.aclose()
+                async with target.reserve(blocks=16):  # as soon as the pool lends them again
+                    view[:] = 2
+                    await out.aclose()
+                    assert (view == 2).all()

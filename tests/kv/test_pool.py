@@ -35,6 +35,14 @@ async def test_blocks_are_lent_and_return(pair: Pair) -> None:
     await blocks.aclose()
 
 
+async def test_a_reservation_is_entered_once(pair: Pair) -> None:
+    reservation = pair.target.reserve(blocks=1)
+    async with reservation:
+        pass
+    with pytest.raises(ClosedError, match="once"):
+        await reservation.__aenter__()
+
+
 async def test_waiting_is_fair_and_all_or_nothing(pair: Pair) -> None:
     order: list[int] = []
 
@@ -112,6 +120,11 @@ async def test_wrong_pools_are_refused(pair: Pair) -> None:
             Pool(pair.d, LAYOUT, blocks=blocks, name="other")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="exists"):
         Pool(pair.d, LAYOUT, blocks=1, name="kv")
+    pair.d.allocate("half.signals", 1)
+    with pytest.raises(InvalidArgumentError, match="exists"):
+        Pool(pair.d, LAYOUT, blocks=1, name="half")
+    await settle()
+    assert pair.d.regions["half"].closed, "nothing is left half made"
     assert pair.target.statistics() == (16, 0, 0, 0)
 
 

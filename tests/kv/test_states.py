@@ -380,6 +380,16 @@ class TestProducer:
         state.abort("stop")
         assert not state.start(0)
 
+    def test_after_the_end_is_sent_it_is_too_late_to_stop(self) -> None:
+        state = ProducerState(1)
+        state.push(0)
+        state.start(0)
+        state.land(0)
+        state.release(0)
+        assert state.end("id").complete
+        state.stop("changed my mind")
+        assert state.stopping is None
+
     def test_a_finished_answer_overrides_our_own_wish_to_stop(self) -> None:
         state = ProducerState(1)
         state.push(0)

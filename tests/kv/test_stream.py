@@ -80,6 +80,20 @@ async def test_b23_late_and_many_subscribers_see_everything(pair: Pair) -> None:
         await blocks.stream().layer(2)
 
 
+async def test_cancelling_one_step_of_an_iteration_loses_no_layer(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        layers = aiter(blocks.stream())
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await anext(layers)
+            for layer in range(4):
+                out.push(layer, source[layer])
+        assert [layer async for layer in layers] == [0, 1, 2, 3]
+        with pytest.raises(StopAsyncIteration):
+            await anext(layers)
+
+
 async def test_b23_the_end_counts_even_if_no_signal_was_seen(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         stream = blocks.stream()
@@ -318,8 +332,7 @@ async def test_an_abort_that_comes_after_the_last_layer_has_landed_finds_it_fini
             out.push(layer, source[layer])
         for flight in pair.p.flights:
             flight.write()
-            (remote, offset), value = flight.signal
-            remote.region[offset : offset + 8] = value.to_bytes(8, "little")
+            flight.store()
         mine = asyncio.create_task(out.abort("too late"))
         await settle()
         assert all(flight.cancelled() for flight in pair.p.flights)
@@ -442,6 +455,24 @@ async def test_b12_progress_renews_the_stall(pair: Pair) -> None:
                 out.push(layer, source[layer])
                 pair.p.flights[layer].land()
                 pair.p.flights[layer].release()
+        await blocks.stream().finished()
+
+
+async def test_a_late_stall_timer_looks_at_the_words_first(pair: Pair) -> None:
+    pair.p.hold = True
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        ticket = blocks.ticket(stall=0.05)
+        async with pair.source.open_stream(pair.to_d, ticket) as out:
+            pair.to_p.signals.clear()  # nobody hears of the words
+            for layer in range(4):
+                out.push(layer, source[layer])
+            pair.p.flights[0].store()
+            await asyncio.sleep(0.07)
+            assert blocks.stream().landed == (0,)
+            assert blocks.stream().outcome is None
+            for flight in pair.p.flights:
+                flight.land()
+                flight.release()
         await blocks.stream().finished()
 
 

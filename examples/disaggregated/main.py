@@ -1,0 +1,150 @@
+"""Disaggregated serving, live: a real model prefills in one process and decodes in another, with hixl_async between.
+
+    python examples/disaggregated/main.py
+
+Process P computes the keys and values (K/V) of a prompt. Each layer of them is written into the memory of process D
+as soon as it is computed, while P goes on with the next layer. D decodes. A third process, the reference, does all of
+that alone, and everything is compared with it: tokens, bits of logits, bytes of K/V.
+
+If you came for the code, begin with prefill.py and decode.py. They are P and D, and use most of hixl_async.
+
+    main.py         the command line              story.py        what is run, one after another
+    prefill.py      process P                     decode.py       process D
+    reference.py    the process that works alone  worker.py       what these three have in common
+    router.py       sends prompts to them         messages.py     what is said between them
+    fleet.py        starts and ends them          link.py         a link that is slower than this machine
+    report.py       what is printed               timeline.py     the picture and the trace
+    model.py, weights.py, tokenizer.py            the model;  random_model.py: a tiny one, for tests
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+try:
+    import numpy  # noqa: F401 - not used here, but by nearly all that is imported below
+
+    import hixl_async as hx
+except ModuleNotFoundError as missing:
+    print(f"{missing}. In the root of the repository, run\n    pip install -e '.[demo]'", file=sys.stderr)
+    raise SystemExit(2) from None
+
+import loops
+import prompts
+import random_model
+import weights
+from fleet import Failed
+from report import Console
+from story import Options, Question, Story
+from tokenizer import Tokenizer
+from weights import Checkpoint, ModelUnavailable
+
+EXIT_CODES = """exit codes:
+  0    P and D gave, to the last bit, what a single process gives
+  1    they did not, or something failed
+  2    the demo could not start: a wrong option, or something is not installed
+  130  interrupted by Ctrl-C
+"""
+IDENTICAL, FAILED, CANNOT_START, INTERRUPTED = 0, 1, 2, 130
+
+
+def main() -> int:
+    options = _parser().parse_args(namespace=Options())
+    console = Console(quiet=options.quiet)
+    try:
+        console.line(
+            "A model prefills in process P; layer by layer, its keys and values go to process D, which decodes."
+        )
+        try:
+            checkpoint = load_model(options, console)
+            questions = read_questions(options, checkpoint)
+            options.out.mkdir(parents=True, exist_ok=True)
+        except (ModelUnavailable, ValueError, OSError) as problem:
+            console.fail(str(problem))
+            return CANNOT_START
+        try:
+            identical = loops.run(Story(options, console, checkpoint, questions).tell(), options.loop)
+        except hx.DriverLoadError as problem:
+            console.fail(str(problem))
+            return CANNOT_START
+        except (Failed, hx.HixlError, OSError) as problem:
+            console.fail(f"The demo failed.\n{problem}")
+            return FAILED
+    except KeyboardInterrupt:
+        console.fail("Interrupted. All processes have ended.")
+        return INTERRUPTED
+    if identical:
+        console.result("IDENTICAL: every token, every bit of the logits, every byte of K/V.")
+    return IDENTICAL if identical else FAILED
+
+
+def load_model(options: Options, console: Console) -> Checkpoint:
+    """Makes the model ready for all processes to map, which takes some seconds the first time.
+
+    :raises ModelUnavailable: if it is not installed.
+    :raises OSError: if there is no room for its cache.
+    """
+    if options.random_model:
+        return random_model.load()
+    return weights.load(progress=lambda done, what: console.progress(f"{what}: {done:.0%}"))
+
+
+def read_questions(options: Options, checkpoint: Checkpoint) -> list[Question]:
+    """The prompts of the command line, or the default ones.
+
+    :raises ValueError: if one is empty or too long, or not UTF-8.
+    :raises OSError: if a file cannot be read.
+    """
+    tokenizer, room = Tokenizer(checkpoint.vocabulary), checkpoint.config.context_length - options.tokens
+    texts = [*options.prompt, *(path.read_text(encoding="utf-8") for path in options.prompt_file)]
+    questions = []
+    for text in texts or [prompts.SHORT, prompts.LONG]:
+        tokens = prompts.encode(tokenizer, text, options.length)
+        if len(tokens) > room:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens is too long: with --tokens {options.tokens}, {room} fit"
+            )
+        questions.append(Question(text, tokens))
+    return questions
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--prompt", metavar="TEXT", action="append", default=[], help="ask this; may be given several times")
+    add("--prompt-file", metavar="FILE", action="append", default=[], type=Path, help="ask what stands in a file")
+    add("--length", metavar="N", type=_positive, help="repeat or cut every prompt to N tokens")
+    add("--tokens", metavar="N", type=_positive, default=48, help="generate at most N tokens (%(default)s)")
+    add("--driver", metavar="NAME", default=os.environ.get("DRIVER") or "shm", help="hixl_async's driver (%(default)s)")
+    add("--loop", choices=["asyncio", "uvloop"], default=loops.best(), help="event loop (%(default)s)")
+    add("--no-pace", dest="pace", action="store_false", help="leave out the runs over a paced link")
+    add("--bandwidth", metavar="MB/S", type=_megabytes, help="speed of the paced link (a bit more than P needs)")
+    add("--out", metavar="DIR", type=Path, default=Path("demo-output"), help="for picture and trace (./%(default)s)")
+    add("--quiet", action="store_true", help="print the result only")
+    add("--random-model", action="store_true", help=argparse.SUPPRESS)  # for tests: tiny, and always there
+    return parser
+
+
+def _megabytes(text: str) -> float:
+    number = float(text) * 1e6
+    if not 1e3 <= number <= 1e12:
+        raise argparse.ArgumentTypeError(f"must be between 0.001 and 1000000, not {text}")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""What the demo prints: progress, text as it comes, and what was compared and measured."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from statistics import median
+from typing import NamedTuple
+
+from router import Run
+from tokenizer import TextStream, Tokenizer
+
+_WIDTH = 100  # of a line, at most
+_LABEL, _COLUMN = 40, 20  # of a table
+
+
+class Console:
+    """Standard output, and standard error for what went wrong.
+
+    :param quiet: prints results only.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._terminal = sys.stdout.isatty()
+        self._transient = False
+        self._line_begun = False
+
+    def line(self, text: str = "") -> None:
+        """Prints a line."""
+        if not self._quiet:
+            self._write(f"{text}\n")
+
+    def heading(self, text: str) -> None:
+        """Prints a line that begins a section."""
+        self.line(f"\n{f'── {text} ':─<{_WIDTH}}\n")
+
+    def paragraphs(self, text: str, indent: str = "") -> None:
+        """Prints running text, each of its lines wrapped."""
+        for line in text.splitlines():
+            self.line(textwrap.fill(line, _WIDTH, initial_indent=indent, subsequent_indent=indent) or indent.rstrip())
+
+    def piece(self, text: str) -> None:
+        """Prints a piece of a line."""
+        if not self._quiet and text:
+            self._write(text)
+
+    def result(self, text: str) -> None:
+        """Prints a line for those, too, who want results only."""
+        self._write(f"{text}\n")
+
+    def fail(self, text: str) -> None:
+        """Says what went wrong, on standard error."""
+        self._write("\n" if self._line_begun else "")
+        print(text, file=sys.stderr)
+
+    def progress(self, text: str) -> None:
+        """Shows a text until the next one comes; on a terminal only, since a file would keep them all."""
+        # What is being typed stays.
+        if self._terminal and not self._quiet and (self._transient or not self._line_begun):
+            self._write(text[: _WIDTH - 1])
+            self._transient = True
+
+    def _write(self, text: str) -> None:
+        if self._transient:
+            self._transient = False
+            sys.stdout.write("\r\x1b[K")
+        if text:
+            self._line_begun = not text.endswith("\n")
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+class Typewriter:
+    """Prints an answer as its tokens come."""
+
+    def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
+        self._console = console
+        self._tokenizer = tokenizer
+        self._text = TextStream(tokenizer)
+
+    def token(self, token: int) -> None:
+        if not self._tokenizer.is_special(token):
+            self._console.piece(self._text.feed(token))
+
+    def finish(self) -> None:
+        self._console.piece(f"{self._text.finish()}\n")
+
+
+class Comparison(NamedTuple):
+    """How much of something is the same in two answers."""
+
+    what: str
+    same: str
+    """What it is called if it is the same."""
+    total: int
+    different: list[int]
+    """The positions at which it is not."""
+
+    @property
+    def identical(self) -> bool:
+        return self.total > 0 and not self.different
+
+    def __str__(self) -> str:
+        text = f"{self.what:<12}{self.total - len(self.different)} of {self.total} {self.same}"
+        return text if self.identical else f"{text}: DIFFERENT from number {self.different[0] + 1} on"
+
+
+def compare(run: Run, alone: Run) -> list[Comparison]:
+    """Compares an answer of P and D with the reference's, which may be longer if more was asked for."""
+    found, expected = run.steps, alone.steps[: run.max_tokens]
+    kv = alone.reports["reference"].kv
+    return [
+        _compare("tokens", "equal", [step.token for step in found], [step.token for step in expected]),
+        _compare("logits", "bit-identical", [step.logits for step in found], [step.logits for step in expected]),
+        _compare("K/V of P", "layers identical byte for byte", run.reports["P"].kv, kv),
+        _compare("K/V at D", "layers identical byte for byte", run.reports["D"].kv, kv),
+    ]
+
+
+def _compare(what: str, same: str, found: Sequence[object], expected: Sequence[object]) -> Comparison:
+    pairs = list(zip_longest(found, expected))
+    return Comparison(what, same, len(pairs), [place for place, (one, other) in enumerate(pairs) if one != other])
+
+
+Column = dict[str, str]
+"""Figures, by what they are."""
+
+
+def timing(run: Run, *, expected_exposed: str = "") -> Column:
+    """Where the time went. What is indented is a part of what stands above it.
+
+    :param expected_exposed: what the exposed transfer should be, for comparison.
+    """
+    prefill, *further = run.steps
+    column = {
+        "time to first token": milliseconds(run.heard_ns[0] - run.asked_ns),
+        "  dispatch": milliseconds(prefill.start_ns - run.asked_ns),
+        "  prefill": milliseconds(prefill.end_ns - prefill.start_ns),
+    }
+    if further:
+        column["time to second token"] = milliseconds(run.heard_ns[1] - run.asked_ns)
+    if (exposed := run.timeline.exposed_ns()) is not None:
+        column["  transfer exposed after the prefill"] = milliseconds(exposed)
+    if expected_exposed:
+        column["    expected"] = expected_exposed
+    if further:
+        waited = sum(wait.end_ns - wait.start_ns for wait in run.timeline.on("wait"))
+        column["  first decode step, without waiting"] = milliseconds(further[0].end_ns - further[0].start_ns - waited)
+    if further[1:]:
+        column["each further token"] = milliseconds(median(step.end_ns - step.start_ns for step in further[1:]))
+    return column
+
+
+def table(columns: Mapping[str, Column]) -> str:
+    """Columns side by side, below their names. The first one decides on the order of the rows."""
+    rows = dict.fromkeys(row for column in columns.values() for row in column)
+    lines = [" " * _LABEL + "".join(f"{name:>{_COLUMN}}" for name in columns)]
+    for row in rows:
+        cells = "".join(f"{column.get(row, ''):>{_COLUMN}}" for column in columns.values())
+        lines.append(f"{row:<{_LABEL}}{cells}".rstrip())
+    return "\n".join(lines)
+
+
+def milliseconds(nanoseconds: float) -> str:
+    value = nanoseconds / 1e6
+    return f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes, for people."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} GB"

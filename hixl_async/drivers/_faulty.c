@@ -1,0 +1,231 @@
+/* The fault-injecting driver: wraps another driver's table and spoils its work by a seeded plan.
+ *
+ * The plan lies in a control block that hixl_async.testing owns and fills (faulty/faulty.h has its layout); without one nothing
+ * is spoilt.  See faulty/faulty.h for the parts.
+ *
+ * Options:
+ *   driver     address of the wrapped driver's table (the core turns a capsule into it); required
+ *   control    address of the control block
+ *   seed       number that the plan's chances and ranges start from; default: the control block's
+ *   inner.*    handed to the wrapped driver without the prefix
+ */
+#include "faulty/faulty.h"
+#include "hxa_module.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+/* The last driver that was wrapped: error_text has no instance to ask. */
+static const hxa_driver *wrapped;
+
+/* ---- options ---------------------------------------------------------------------------------------------------------- */
+
+typedef struct settings {
+    uint64_t driver, control, seed;
+    int seeded;
+    hxa_option inner[64];
+    size_t n;
+} settings;
+
+static int number(const hxa_option *option, uint64_t *value, char *error, size_t error_len) {
+    char *end;
+    errno = 0;
+    *value = strtoull(option->value, &end, 0);
+    if (errno == 0 && end != option->value && *end == '\0' && option->value[0] != '-') return 0;
+    snprintf(error, error_len, "faulty: %s=%s is not a whole number", option->key, option->value);
+    return -HXA_E_INVALID;
+}
+
+static int parse(const hxa_option *options, size_t n, settings *out, char *error, size_t error_len) {
+    memset(out, 0, sizeof *out);
+    for (size_t i = 0; i < n; i++) {
+        const hxa_option *option = &options[i];
+        int status = 0;
+        if (strcmp(option->key, "driver") == 0) status = number(option, &out->driver, error, error_len);
+        else if (strcmp(option->key, "control") == 0) status = number(option, &out->control, error, error_len);
+        else if (strcmp(option->key, "seed") == 0) {
+            status = number(option, &out->seed, error, error_len);
+            out->seeded = 1;
+        } else if (strncmp(option->key, "inner.", 6) == 0 && out->n < sizeof out->inner / sizeof *out->inner)
+            out->inner[out->n++] = (hxa_option){option->key + 6, option->value};
+        else {
+            snprintf(error, error_len, "faulty: no option %s; there are driver control seed inner.*", option->key);
+            status = -HXA_E_INVALID;
+        }
+        if (status != 0) return status;
+    }
+    if (out->driver == 0) {
+        snprintf(error, error_len, "faulty: it wraps another driver; use hixl_async.testing.faulty(\"shm\", plan)");
+        return -HXA_E_INVALID;
+    }
+    const hxa_driver *table = (const hxa_driver *)(uintptr_t)out->driver;
+    if (table->abi != HXA_DRIVER_ABI || table->size < sizeof(hxa_driver)) {
+        snprintf(error, error_len, "faulty: the wrapped driver was built for another driver interface");
+        return -HXA_E_INVALID;
+    }
+    const faulty_block *block = (const faulty_block *)(uintptr_t)out->control;
+    if (block != NULL && block->version != FAULTY_BLOCK) {
+        snprintf(error, error_len, "faulty: the control block has layout %u, this driver knows %u", block->version, FAULTY_BLOCK);
+        return -HXA_E_INVALID;
+    }
+    return 0;
+}
+
+/* ---- life ------------------------------------------------------------------------------------------------------------- */
+
+static void instance_free(hxa_instance *self) {
+    pthread_cond_destroy(&self->wake);
+    pthread_mutex_destroy(&self->lock);
+    free(self->heap);
+    free(self);
+}
+
+static int faulty_open(const hxa_option *options, size_t n, const hxa_sink *sink, hxa_instance **made, char *error, size_t error_len) {
+    settings set;
+    int status = parse(options, n, &set, error, error_len);
+    if (status != 0) return status;
+    hxa_instance *self = (hxa_instance *)calloc(1, sizeof *self);
+    if (self == NULL) {
+        snprintf(error, error_len, "faulty: out of memory");
+        return -HXA_E_NOMEM;
+    }
+    self->table = (const hxa_driver *)(uintptr_t)set.driver;
+    self->outer = *sink;
+    self->sink = (hxa_sink){.ctx = self, .post = faulty_post, .event = faulty_event};
+    self->own_block.version = FAULTY_BLOCK;
+    self->block = set.control != 0 ? (faulty_block *)(uintptr_t)set.control : &self->own_block;
+    self->seed = set.seeded ? set.seed : self->block->seed;
+    self->loop = pthread_self();
+    pthread_mutex_init(&self->lock, NULL);
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&self->wake, &clock);
+    pthread_condattr_destroy(&clock);
+    status = self->table->open(set.inner, set.n, &self->sink, &self->inner, error, error_len);
+    if (status != 0) {
+        instance_free(self);
+        return status;
+    }
+    __atomic_store_n(&wrapped, self->table, __ATOMIC_RELEASE);
+    faulty_registry_add(self);
+    *made = self;
+    return 0;
+}
+
+static void faulty_close(hxa_instance *self) {
+    faulty_registry_remove(self);
+    self->table->close(self->inner);
+    faulty_timer_stop(self);
+    faulty_reap(self);
+    instance_free(self);
+}
+
+static void faulty_after_fork(hxa_instance *self) {
+    faulty_registry_forked(self);
+    for (hxa_link *link = self->links; link != NULL; link = link->next) {
+        close(link->bell);
+        close(link->set);
+    }
+    if (self->table->after_fork != NULL) self->table->after_fork(self->inner);
+}
+
+static void faulty_limits(hxa_instance *self, hxa_limits *out) {
+    memset(out, 0, sizeof *out);
+    self->table->limits(self->inner, out);
+    out->caps = (out->caps ? out->caps : self->table->caps) | HXA_CAP_CANCEL;
+}
+
+static void faulty_stats(hxa_instance *self, hxa_stats *out) {
+    self->table->stats(self->inner, out);
+    out->threads += self->running;
+}
+
+static const char *faulty_error_text(int32_t status, int32_t native) {
+    const hxa_driver *table = __atomic_load_n(&wrapped, __ATOMIC_ACQUIRE);
+    return table != NULL && table->error_text != NULL ? table->error_text(status, native) : "injected by the fault plan";
+}
+
+/* ---- memory ----------------------------------------------------------------------------------------------------------- */
+
+static hxa_mem *mem_new(hxa_instance *self) {
+    hxa_mem *mem = (hxa_mem *)calloc(1, sizeof *mem);
+    if (mem != NULL) mem->self = self;
+    return mem;
+}
+
+static int mem_made(hxa_mem *mem, int answer, hxa_mem **made) {
+    if (answer < 0) free(mem);
+    else *made = mem;
+    return answer;
+}
+
+static int faulty_mem_alloc(hxa_instance *self, uint64_t size, uint32_t rights, hxa_mem **made, void **address) {
+    hxa_mem *mem = mem_new(self);
+    if (mem == NULL) return -HXA_E_NOMEM;
+    return mem_made(mem, self->table->mem_alloc(self->inner, size, rights, &mem->inner, address), made);
+}
+
+static int faulty_mem_register(hxa_instance *self, void *address, uint64_t size, uint32_t kind, uint32_t rights, hxa_mem **made) {
+    hxa_mem *mem = mem_new(self);
+    if (mem == NULL) return -HXA_E_NOMEM;
+    return mem_made(mem, self->table->mem_register(self->inner, address, size, kind, rights, &mem->inner), made);
+}
+
+static int faulty_mem_export(hxa_mem *mem, uint32_t rights, hxa_card *card) {
+    return mem->self->table->mem_export(mem->inner, rights, card);
+}
+
+static int faulty_mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rights, hxa_mem **made, hxa_op *op) {
+    hxa_instance *self = link->self;
+    hxa_mem *mem = mem_new(self);
+    faulty_flight *flight = mem != NULL ? faulty_flight_new(self, link, op, FAULTY_CALL) : NULL;
+    if (flight == NULL) {
+        for (uint32_t i = 0; i < card->nfds && i < HXA_CARD_FDS; i++) close(card->fds[i]);
+        free(mem);
+        return -HXA_E_NOMEM;
+    }
+    const int answer = self->table->mem_import(link->inner, card, size, rights, &mem->inner, &flight->op);
+    if (answer < 0) op->native = flight->op.native;
+    if (answer != HXA_PENDING) free(flight);
+    return mem_made(mem, answer, made);
+}
+
+static void faulty_mem_release(hxa_mem *mem) {
+    mem->self->table->mem_release(mem->inner);
+    free(mem);
+}
+
+/* ---- the table -------------------------------------------------------------------------------------------------------- */
+
+static const hxa_driver faulty_driver = {
+    .abi = HXA_DRIVER_ABI,
+    .size = sizeof(hxa_driver),
+    .name = "faulty",
+    .caps = HXA_CAP_CANCEL,            /* limits tells what it can do around the driver that it wraps */
+    .open = faulty_open,
+    .close = faulty_close,
+    .after_fork = faulty_after_fork,
+    .limits = faulty_limits,
+    .stats = faulty_stats,
+    .error_text = faulty_error_text,
+    .mem_alloc = faulty_mem_alloc,
+    .mem_register = faulty_mem_register,
+    .mem_export = faulty_mem_export,
+    .mem_import = faulty_mem_import,
+    .mem_release = faulty_mem_release,
+    .link_new = faulty_link_new,
+    .link_connect = faulty_link_connect,
+    .link_fd = faulty_link_fd,
+    .link_stop = faulty_link_stop,
+    .link_fence = faulty_link_fence,
+    .link_free = faulty_link_free,
+    .submit = faulty_submit,
+    .cancel = faulty_cancel,
+    .progress = faulty_progress,
+    .poll = faulty_poll,
+};
+
+HXA_DRIVER_MODULE(_faulty, faulty_driver)

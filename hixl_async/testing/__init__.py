@@ -1,0 +1,31 @@
+"""For the tests of your own programs: faults on demand, engines in pairs and processes, and proof that nothing leaked.
+
+Nothing here is imported by the package itself.
+
+::
+
+    plan = FaultPlan(seed=7).delay(0.001, 0.005).fail(nth=3)
+    async with engine_pair(drivers=faulty("shm", plan)) as pair:
+        region, remote = await pair.region("kv", 4096, access="write")
+        ...
+"""
+
+from .balance import BalanceSheet, until
+from .clock import VirtualClockLoop
+from .pair import EnginePair, engine_pair
+from .plan import FaultCounts, FaultPlan, faulty
+from .process import PeerProcess, PeerProcessError, peer_process
+
+__all__ = [
+    "BalanceSheet",
+    "EnginePair",
+    "FaultCounts",
+    "FaultPlan",
+    "PeerProcess",
+    "PeerProcessError",
+    "VirtualClockLoop",
+    "engine_pair",
+    "faulty",
+    "peer_process",
+    "until",
+]

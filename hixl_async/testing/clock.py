@@ -1,0 +1,58 @@
+"""A loop whose clock is moved by the test, so that deadlines pass without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any
+
+__all__ = ["VirtualClockLoop"]
+
+
+class VirtualClockLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop on which time stands still until `advance` is awaited; input and output are real.
+
+    ::
+
+        with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+            runner.run(main())
+
+        transfer = engine.write(data, remote[0:4096], deadline=30)      # of an engine whose plan holds it
+        await asyncio.get_running_loop().advance(30)
+        assert isinstance(transfer.exception(), TransferTimeoutError)
+
+    What does not go by the loop's clock, such as a fault plan's delays, keeps to real time.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._whens: list[float] = []
+        super().__init__()
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As asyncio's; remembers when, for `advance`."""
+        heapq.heappush(self._whens, when)
+        return super().call_at(when, callback, *args, context=context)
+
+    async def advance(self, seconds: float) -> None:
+        """Moves the clock by `seconds`, stopping at every timer on the way so that each runs at its own time."""
+        end = self._now + seconds
+        while self._whens and self._whens[0] <= end:
+            self._now = max(self._now, heapq.heappop(self._whens))
+            await self._run_due()
+        self._now = end
+        await self._run_due()
+
+    @staticmethod
+    async def _run_due() -> None:
+        # Timers that are due run after what is ready already, and what they wake up in the pass after that.
+        for _ in range(3):
+            await asyncio.sleep(0)

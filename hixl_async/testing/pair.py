@@ -1,0 +1,64 @@
+"""Two connected engines in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from ..config import Drivers
+from ..engine import Engine
+from ..memory import Region, RemoteRegion
+from ..peer import Peer
+from ..types import AccessLike
+
+__all__ = ["EnginePair", "engine_pair"]
+
+
+class EnginePair(NamedTuple):
+    """Two engines and each one's view of the other."""
+
+    #: The one that connected; it has the drivers that `engine_pair` was given.
+    left: Engine
+    #: The one that listens.
+    right: Engine
+    #: The right engine as the left one sees it.
+    peer: Peer
+    #: The left engine as the right one sees it.
+    back: Peer
+
+    async def region(
+        self, name: str = "region", size: int = 1 << 16, *, access: AccessLike = "read-write"
+    ) -> tuple[Region, RemoteRegion]:
+        """A new region of the right engine, and what the left one sees of it."""
+        region = self.right.allocate(name, size, access=access)
+        return region, await self.peer.region(name)
+
+
+@asynccontextmanager
+async def engine_pair(
+    drivers: Drivers | None = None, *, other: Drivers | None = None, **settings: Any
+) -> AsyncIterator[EnginePair]:
+    """Opens two engines and connects them; closes both at the end.
+
+    ::
+
+        async with engine_pair(drivers=faulty("shm", plan)) as pair:
+            region, remote = await pair.region("kv", 4096)
+            await pair.left.write(b"hello", remote[0:5])
+
+    :param drivers: of the left engine.
+    :param other: of the right engine; default: the same drivers, without their options and so without their faults.
+    :param settings: of both engines.
+    """
+    if other is None and drivers is not None:
+        other = list(drivers)
+    async with (
+        Engine("127.0.0.1:0", name="right", drivers=other, **settings) as right,
+        Engine("127.0.0.1:0", name="left", drivers=drivers, **settings) as left,
+    ):
+        accepted = right.accepted()
+        peer = await left.connect(right.address)
+        back = await anext(accepted)
+        accepted.close()
+        yield EnginePair(left, right, peer, back)

@@ -1,0 +1,236 @@
+"""A peer in a process of its own: to be killed, stopped and asked to do things."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from .. import errors
+from ..errors import HixlError
+from ..types import AccessLike
+from .plan import FaultPlan
+
+__all__ = ["PeerProcess", "PeerProcessError", "peer_process"]
+
+#: Longest line of the command channel.
+LINE = 1 << 26
+
+
+class PeerProcessError(Exception):
+    """The process ended, or something other than a `HixlError` was raised there; the message tells what."""
+
+
+class PeerProcess:
+    """An engine in another process, and a channel to ask it for things; made by `peer_process`."""
+
+    def __init__(
+        self, popen: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        #: Its process id.
+        self.pid = popen.pid
+        #: Where its engine listens.
+        self.address = ""
+        self._popen = popen
+        self._reader, self._writer = reader, writer
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._next = 1
+        self._loop = asyncio.get_running_loop()
+        self._exited: asyncio.Future[int] = self._loop.create_future()
+        self._pidfd = os.pidfd_open(popen.pid)
+        self._loop.add_reader(self._pidfd, self._reap)
+        self._reading = self._loop.create_task(self._read())
+
+    def __repr__(self) -> str:
+        return f"<PeerProcess {self.pid} at {self.address or 'nowhere yet'}>"
+
+    # -- what it can be asked for
+
+    async def run(self, target: str, /, **arguments: Any) -> Any:
+        """Calls ``function(engine, **arguments)`` over there, a function or a coroutine function.
+
+        :param target: ``"module:function"``.
+        :param arguments: JSON-safe; so is what the function returns.
+        :raises HixlError: what the function raised, with its type.
+        :raises PeerProcessError: if it raised something else, or the process is gone.
+        """
+        if self._exited.done():
+            raise PeerProcessError(f"the process {self.pid} has ended")
+        number = self._next
+        self._next += 1
+        answer = self._calls[number] = self._loop.create_future()
+        try:
+            self._writer.write(json.dumps({"id": number, "target": target, "arguments": arguments}).encode() + b"\n")
+            await self._writer.drain()
+            return await answer
+        except ConnectionError as error:
+            raise PeerProcessError(f"the process {self.pid} is gone: {error}") from error
+        finally:
+            self._calls.pop(number, None)
+
+    async def _do(self, verb: str, **arguments: Any) -> Any:
+        return await self.run(f"hixl_async.testing.child:{verb}", **arguments)
+
+    async def allocate(self, name: str, size: int, *, access: AccessLike = "read-write") -> None:
+        """Allocates a region over there."""
+        await self._do("allocate", name=name, size=size, access=str(access))
+
+    async def peek(self, region: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes of one of its regions."""
+        return base64.b64decode(await self._do("peek", region=region, start=start, stop=stop))
+
+    async def poke(self, region: str, data: bytes, start: int = 0) -> None:
+        """Changes bytes of one of its regions."""
+        await self._do("poke", region=region, data=_text(data), start=start)
+
+    async def connect(self, address: str) -> None:
+        """Connects its engine to another one."""
+        await self._do("connect", address=address)
+
+    async def write(
+        self, peer: str, region: str, data: bytes, start: int = 0, *, notify: tuple[str, bytes] | None = None
+    ) -> None:
+        """Writes into a region of one of its peers, by name, and waits for the outcome."""
+        note = None if notify is None else [notify[0], _text(notify[1])]
+        await self._do("write", peer=peer, region=region, data=_text(data), start=start, notify=note)
+
+    async def read(self, peer: str, region: str, start: int, stop: int) -> bytes:
+        """Reads from a region of one of its peers, by name."""
+        return base64.b64decode(await self._do("read", peer=peer, region=region, start=start, stop=stop))
+
+    async def stats(self) -> dict[str, int]:
+        """The counters and gauges of its engine."""
+        return dict(await self._do("stats"))
+
+    # -- what can be done to it
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGSTOP: it keeps everything and does nothing, until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self._pidfd >= 0:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    async def exited(self) -> int:
+        """Waits for its end: the exit status, or minus the signal that ended it."""
+        return await asyncio.shield(self._exited)
+
+    async def aclose(self, timeout: float = 10.0) -> None:
+        """Asks it to close its engine and end; kills it if it does not within `timeout` seconds.  Idempotent."""
+        with contextlib.suppress(ConnectionError):
+            if not self._exited.done():
+                self.resume()
+                self._writer.write_eof()
+        try:
+            async with asyncio.timeout(timeout):
+                await self.exited()
+        except TimeoutError:
+            self.kill()
+            await self.exited()
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+    # -- inside
+
+    async def _read(self) -> None:
+        while line := await self._reader.readline():
+            self._take(json.loads(line))
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        waiter = self._calls.get(answer["id"])
+        if waiter is None or waiter.done():
+            return
+        if "error" not in answer:
+            waiter.set_result(answer["result"])
+            return
+        kind = getattr(errors, answer["error"], None)
+        if isinstance(kind, type) and issubclass(kind, HixlError):
+            waiter.set_exception(kind(answer["message"]))
+        else:
+            waiter.set_exception(PeerProcessError(f"{answer['error']}: {answer['message']}"))
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._exited.set_result(self._popen.wait())
+        for waiter in self._calls.values():
+            if not waiter.done():
+                waiter.set_exception(PeerProcessError(f"the process {self.pid} ended"))
+
+
+@asynccontextmanager
+async def peer_process(
+    *,
+    name: str = "child",
+    driver: str = "shm",
+    plan: FaultPlan | None = None,
+    loop: str = "asyncio",
+    regions: dict[str, int] | None = None,
+    **settings: Any,
+) -> AsyncIterator[PeerProcess]:
+    """Starts another Python process with an engine of its own, and ends it.
+
+    ::
+
+        async with peer_process(regions={"kv": 4096}) as process, Engine() as engine:
+            peer = await engine.connect(process.address)
+            await engine.write(b"hello", (await peer.region("kv"))[0:5])
+            assert await process.peek("kv", 0, 5) == b"hello"
+            process.kill()
+
+    :param plan: faults of its engine; it is made anew over there, with counters of its own.
+    :param loop: ``"asyncio"`` or ``"uvloop"``.
+    :param regions: names and sizes of regions to allocate at once, for peers to read and write.
+    :param settings: of its engine, JSON-safe.
+    :raises PeerProcessError: if it did not come up.
+    """
+    ours, theirs = socket.socketpair()
+    setup = {
+        "name": name,
+        "driver": driver,
+        "plan": None if plan is None else plan.spec(),
+        "loop": loop,
+        "regions": regions or {},
+        "settings": settings,
+    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    with theirs:
+        # asyncio's own way needs a child watcher, which may start a thread.
+        popen = subprocess.Popen(  # noqa: ASYNC220
+            [sys.executable, "-m", "hixl_async.testing.child", str(theirs.fileno()), json.dumps(setup)],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+        )
+    reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LINE)
+    process = PeerProcess(popen, reader, writer)
+    try:
+        process.address = await process._do("address")
+        yield process
+    finally:
+        await process.aclose()
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,353 @@
+"""The command line as a user has it: real processes, exit codes, one clear line per error."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import hixl_async
+from hixl_async import cli, drivers
+from hixl_async.types import DriverInfo
+
+SECRET = "a secret of nineteen"
+SERVER = Path(__file__).with_name("server.py")
+
+
+def hixl(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hixl_async", *arguments],
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+def failed(result: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """It ended with `code` after one clear line."""
+    assert result.returncode == code, result
+    assert result.stdout == ""
+    assert result.stderr.startswith("hixl-async: ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+
+
+class Server:
+    """An engine in a process of its own."""
+
+    def __init__(self, *regions: str, secret: str | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER), *regions],
+            env={**os.environ, **({"HIXL_ASYNC_SECRET": secret} if secret is not None else {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address = self._line()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, "the server ended"
+        return line
+
+    def memory(self, region: str) -> bytes:
+        """What is in one of its regions now."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(region + "\n")
+        self.process.stdin.flush()
+        return bytes.fromhex(self._line())
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.communicate(timeout=30)
+        assert self.process.returncode == 0
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*regions: str, secret: str | None = None) -> Server:
+        servers.append(Server(*regions, secret=secret))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address where nobody listens, and where nobody else can begin to."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
+
+
+def test_info_shows_versions_drivers_and_the_machine() -> None:
+    result = hixl("info")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    for word in (hixl_async.__version__, "python", "cython", "kernel", "shm", "allocate", "memfd seals", "open files"):
+        assert word in result.stdout
+
+
+def test_info_as_json() -> None:
+    facts = json.loads(hixl("info", "--json").stdout)
+    assert facts["hixl_async"] == hixl_async.__version__
+    assert facts["cython"][:1].isdigit()
+    (shm,) = [driver for driver in facts["drivers"] if driver["name"] == "shm"]
+    assert shm["problem"] is None
+    assert "allocate" in shm["capabilities"]
+    assert set(shm["limits"]) == {"descriptors", "notification_bytes", "inline_bytes"}
+    assert all(limit > 0 for limit in shm["limits"].values())
+    assert {finding["state"] for finding in facts["machine"]} <= {"ok", "limited", "missing"}
+    for finding in facts["machine"]:
+        assert finding["verdict"]
+
+
+def test_info_says_why_a_driver_is_missing(tmp_path: Path) -> None:
+    """A package may bring a driver whose library is not there; that is no reason to hide it."""
+    package = tmp_path / "fabric-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: fabric\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[hixl_async.drivers]\nfabric = no_such_module_at_all:DRIVER\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    result = hixl("info", env={"PYTHONPATH": path})
+    assert result.returncode == 0, "shm can still be used"
+    (line,) = [line for line in result.stdout.splitlines() if line.split()[:1] == ["fabric"]]
+    assert "missing: " in line
+    assert "no_such_module_at_all" in line
+
+
+def test_info_fails_where_no_driver_can_be_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(drivers, "available", lambda: [DriverInfo("shm", (), "the library is gone")])
+    assert cli.main(["info"]) == 1
+    assert "missing: the library is gone" in capsys.readouterr().out
+
+
+# ---- ping ------------------------------------------------------------------------------------------------------------
+
+
+def test_ping_shows_the_peer_and_times_it(serve: Callable[..., Server]) -> None:
+    server = serve("kv:64:read-write", "hidden:64:none")
+    result = hixl("ping", server.address, "--count", "3")
+    assert (result.returncode, result.stderr) == (0, "")
+    for word in ("'pinged'", server.address, "default", "shm (same host)", "kv: read-write", "round trip", "median"):
+        assert word in result.stdout
+    assert "hidden" not in result.stdout
+    assert "not timed" in result.stdout
+    assert server.memory("kv") == b"\xa5" * 64, "a user's region was touched"
+
+
+def test_ping_as_json(serve: Callable[..., Server]) -> None:
+    server = serve("kv:64:read")
+    facts = json.loads(hixl("ping", server.address, "--json", "--count", "4", "--size", "1000").stdout)
+    assert (facts["peer"], facts["address"], facts["domain"]) == ("pinged", server.address, "default")
+    assert (facts["same_host"], facts["drivers"], facts["regions"]) == (True, ["shm"], {"kv": "read"})
+    assert len(facts["incarnation"]) == 32
+    trips = facts["round_trip"]
+    assert (trips["count"], trips["bytes"]) == (4, 1000)
+    assert 0 < trips["min_us"] <= trips["median_us"] <= trips["max_us"]
+    assert "hixl.scratch" in facts["write"]["skipped"]
+
+
+def test_ping_carries_as_much_as_it_says(serve: Callable[..., Server]) -> None:
+    server = serve()
+    for size in (0, cli.MAX_SIZE):
+        facts = json.loads(hixl("ping", server.address, "--json", "--count", "1", "--size", str(size)).stdout)
+        assert facts["round_trip"]["bytes"] == size
+
+
+def test_ping_writes_into_a_scratch_region_only(serve: Callable[..., Server]) -> None:
+    server = serve("kv:64:read-write", "hixl.scratch:64:write")
+    facts = json.loads(hixl("ping", server.address, "--json", "--size", "40").stdout)
+    assert (facts["write"]["count"], facts["write"]["bytes"]) == (10, 40)
+    assert server.memory("hixl.scratch") == bytes(40) + b"\xa5" * 24
+    assert server.memory("kv") == b"\xa5" * 64
+
+
+@pytest.mark.parametrize(
+    ("region", "size", "reason"), [("hixl.scratch:64:read", 8, "no region"), ("hixl.scratch:64:write", 65, "only 64 bytes")]
+)
+def test_ping_leaves_an_unsuitable_scratch_region_alone(
+    serve: Callable[..., Server], region: str, size: int, reason: str
+) -> None:
+    server = serve(region)
+    facts = json.loads(hixl("ping", server.address, "--json", "--size", str(size)).stdout)
+    assert reason in facts["write"]["skipped"]
+    assert server.memory("hixl.scratch") == b"\xa5" * 64
+
+
+def test_ping_with_a_secret(serve: Callable[..., Server], tmp_path: Path) -> None:
+    server = serve(secret=SECRET)
+    file = tmp_path / "secret"
+    file.touch(mode=0o600)
+    file.write_text(SECRET + "\n")
+    for result in (
+        hixl("ping", server.address, "--secret-file", str(file)),
+        hixl("ping", server.address, env={"HIXL_ASYNC_SECRET": SECRET}),
+    ):
+        assert (result.returncode, result.stderr) == (0, "")
+        assert SECRET not in result.stdout
+    file.chmod(0o644)
+    result = hixl("ping", server.address, "--secret-file", str(file))
+    assert result.returncode == 0
+    assert "other users may read" in result.stderr
+
+
+def test_ping_with_the_wrong_secret_is_refused(serve: Callable[..., Server]) -> None:
+    server = serve(secret=SECRET)
+    failed(hixl("ping", server.address), 3, server.address, "secret")
+    failed(hixl("ping", server.address, env={"HIXL_ASYNC_SECRET": "some other secret"}), 3, "secret")
+
+
+def test_secrets_are_not_taken_from_the_command_line(nobody: str) -> None:
+    result = hixl("ping", nobody, "--secret", SECRET)
+    assert result.returncode == 2
+    assert "unrecognized arguments" in result.stderr
+
+
+def test_ping_with_another_domain_is_refused(serve: Callable[..., Server]) -> None:
+    failed(hixl("ping", serve().address, "--domain", "elsewhere"), 3, "'elsewhere'", "'default'")
+
+
+def test_ping_where_nobody_listens(nobody: str) -> None:
+    failed(hixl("ping", nobody), 1, nobody, "refused")
+
+
+def test_ping_of_something_that_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        failed(hixl("ping", f"127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.3"), 1, "0.3 s")
+
+
+def test_ping_of_something_else() -> None:
+    def greet() -> None:
+        with server.accept()[0] as visitor:
+            visitor.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            visitor.recv(1 << 16)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=greet)
+        thread.start()
+        failed(hixl("ping", f"127.0.0.1:{server.getsockname()[1]}"), 3)
+        thread.join()
+
+
+def test_ping_of_a_stopped_engine(serve: Callable[..., Server]) -> None:
+    server = serve()
+    server.process.send_signal(signal.SIGSTOP)
+    failed(hixl("ping", server.address, "--timeout", "0.3"), 1, server.address)
+
+
+def test_ping_of_an_engine_that_dies() -> None:
+    server = Server()
+    pinging = subprocess.Popen(
+        [sys.executable, "-m", "hixl_async", "ping", server.address, "--count", "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _wait_until_connected(pinging)
+    server.process.kill()
+    server.process.communicate()
+    out, err = pinging.communicate(timeout=50)
+    failed(subprocess.CompletedProcess([], pinging.returncode, out, err), 1, "'pinged'")
+
+
+def test_interrupted_ping(serve: Callable[..., Server]) -> None:
+    server = serve()
+    pinging = subprocess.Popen(
+        [sys.executable, "-m", "hixl_async", "ping", server.address, "--count", "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _wait_until_connected(pinging)
+    pinging.send_signal(signal.SIGINT)
+    assert pinging.communicate(timeout=50) == ("", "")
+    assert pinging.returncode == 130
+
+
+def _wait_until_connected(process: subprocess.Popen[str]) -> None:
+    """Returns when the process maps memory of a link, and so is past the handshake."""
+    while "memfd:hixl_async" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None, process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ping", "not-an-address"], "host:port"),
+        (["ping", "127.0.0.1:99999"], "0..65535"),
+        (["ping", "127.0.0.1:1", "--secret-file", "/does/not/exist"], "/does/not/exist"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments: list[str], words: str) -> None:
+    result = hixl(*arguments)
+    assert result.returncode in (1, 2)
+    failed(result, result.returncode, words)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["dance"],
+        ["ping"],
+        ["ping", "127.0.0.1:1", "--count", "0"],
+        ["ping", "127.0.0.1:1", "--count", "many"],
+        ["ping", "127.0.0.1:1", "--size", "-1"],
+        ["ping", "127.0.0.1:1", "--size", str(cli.MAX_SIZE + 1)],
+        ["ping", "127.0.0.1:1", "--timeout", "0"],
+        ["ping", "127.0.0.1:1", "--timeout", "nan"],
+    ],
+)
+def test_malformed_command_lines(arguments: list[str]) -> None:
+    result = hixl(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "usage: hixl-async" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback(nobody: str) -> None:
+    for arguments in (["--debug", "ping", nobody], ["ping", nobody, "--debug"]):
+        result = hixl(*arguments)
+        assert result.returncode == 1
+        assert "Traceback (most recent call last)" in result.stderr
+        assert result.stderr.splitlines()[-1].startswith("hixl-async: ")
+
+
+def test_output_that_nobody_reads() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", "hixl_async", "info"], stdout=writer, stderr=subprocess.PIPE, timeout=50, check=False
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, b"")
+
+
+def test_version_and_help() -> None:
+    assert hixl("--version").stdout.strip() == f"hixl-async {hixl_async.__version__}"
+    text = hixl("--help").stdout
+    assert "info" in text
+    assert "ping" in text
+    assert "Exit codes" in text

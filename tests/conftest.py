@@ -1,0 +1,118 @@
+"""What all tests share: both loops in debug mode, a balance sheet after each test, and a note of where a run died."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hixl_async.testing import BalanceSheet
+
+# -- both loops
+
+#: What reached the exception handler of a test's loop.
+_errors: list[dict[str, Any]] = []
+
+
+def _new_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> Callable[[], asyncio.AbstractEventLoop]:
+    def new() -> asyncio.AbstractEventLoop:
+        loop = factory()
+        loop.set_exception_handler(lambda _, context: _errors.append(context))
+        return loop
+
+    return new
+
+
+def _factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    factories = {"asyncio": _new_loop(asyncio.new_event_loop)}
+    if importlib.util.find_spec("uvloop") is not None:
+        import uvloop
+
+        # The first loop of a process opens a pipe for signals that stays.
+        uvloop.new_event_loop().close()
+        factories["uvloop"] = _new_loop(uvloop.new_event_loop)
+    return factories
+
+
+FACTORIES = _factories()
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
+    """Every asynchronous test runs on each of them."""
+    return FACTORIES
+
+
+@pytest.fixture(params=FACTORIES)
+def runner(request: pytest.FixtureRequest, balance: BalanceSheet) -> Iterator[asyncio.Runner]:
+    """For synchronous tests that run a loop themselves, or several after another: one of both kinds."""
+    with asyncio.Runner(loop_factory=FACTORIES[request.param], debug=True) as runner:
+        yield runner
+
+
+@pytest.fixture(autouse=True)
+def loop_errors(balance: BalanceSheet) -> Iterator[list[dict[str, Any]]]:
+    """What reached the loop's exception handler; a test that expects something takes it out."""
+    _errors.clear()
+    yield _errors
+    assert not _errors, f"the loop's exception handler was called: {_errors}"
+
+
+# -- nothing is left behind
+
+
+@pytest.fixture(autouse=True)
+def balance(request: pytest.FixtureRequest) -> Iterator[BalanceSheet]:
+    """Fails a test that passed but left descriptors, threads, mappings or work behind.
+
+    It is set up before the loop and judges after the loop was closed.
+    """
+    sheet = BalanceSheet(ignore=["descriptor /dev/pts"])
+    yield sheet
+    report = request.node.stash.get(_OUTCOME, None)
+    if report is not None and report.passed:
+        sheet.settle_blocking(3)
+
+
+_OUTCOME = pytest.StashKey[pytest.TestReport]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    if report.when == "call":
+        item.stash[_OUTCOME] = report
+    return report
+
+
+# -- when it dies
+
+
+class Sentinel:
+    """A file with the name of the test that runs; the next run tells of it if nobody removed it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._victim = path.read_text() if path.exists() else ""
+
+    def pytest_report_header(self) -> str | None:
+        return f"the run before this one died, or still goes on, in {self._victim}" if self._victim else None
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._path.write_text(nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    faulthandler.enable()
+    if config.getoption("asyncio_debug", None) is None:
+        config.option.asyncio_debug = True
+    cache = getattr(config, "cache", None)
+    if cache is not None:
+        config.pluginmanager.register(Sentinel(cache.mkdir("hixl_async") / "running"))
