@@ -4,7 +4,7 @@ cimport cython
 from cpython.buffer cimport PyObject_CheckBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 
-from ._memory cimport LocalMemory, RemoteMemory, Slice, check_access, fill, whole
+from ._memory cimport LocalMemory, RemoteMemory, Slice, check_access, fill, raise_gone, whole
 from .driver cimport *
 
 from array import array
@@ -44,6 +44,19 @@ cdef object _rows(object rows):
     return view.cast("B").cast("Q", view.shape)
 
 
+cdef list _parts(object parts):
+    """The parts of a batch as tuples of two or three."""
+    try:
+        listed = [tuple(part) for part in parts]
+    except TypeError:
+        listed = [()]
+    if any(len(part) not in (2, 3) for part in listed):
+        raise errors.InvalidArgumentError(
+            "parts must be a sequence whose members are (local, remote, rows) or (local_slice, remote_slice)"
+        )
+    return listed
+
+
 @cython.final
 cdef class Batch:
     """A prepared list of copies: one peer, one direction, N descriptors, one completion.  May be submitted many times.
@@ -68,9 +81,7 @@ cdef class Batch:
         except (KeyError, TypeError):
             raise errors.InvalidArgumentError(f"verb must be 'read' or 'write', not {verb!r}") from None
         self.memories = []
-        for part in [(local, remote, rows)] if remote is not None else local:
-            if len(part) not in (2, 3):
-                raise errors.InvalidArgumentError("each part is (local, remote, rows) or (local_slice, remote_slice)")
+        for part in [(local, remote, rows)] if remote is not None else _parts(local):
             left = whole(part[0], "local", LocalMemory)
             right = whole(part[1], "remote", RemoteMemory)
             table = _rows(part[2]) if len(part) == 3 and part[2] is not None else None
@@ -104,10 +115,16 @@ cdef class Batch:
 
     cdef int _adopt(self, LocalMemory local, RemoteMemory remote) except -1:
         """One peer per batch, the right access, and each memory pinned once."""
+        if not remote.alive:
+            raise_gone(remote)
+        if not local.alive:
+            raise_gone(local)
         if self.link is None:
             self.link = remote.link
         elif self.link is not remote.link:
             raise errors.InvalidArgumentError("all parts of a batch must belong to one peer; make one batch per peer")
+        if local.core is not remote.core:
+            raise errors.InvalidArgumentError(f"{local!r} belongs to another engine than {remote!r}")
         check_access(remote, self.verb)
         if self.verb == HXA_READ and local.readonly:
             raise errors.BufferTypeError("the local region was registered from a read-only buffer; it cannot be read into")

@@ -23,6 +23,7 @@ C12  The GIL is held for copies estimated below ~100 us and released above.
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
+from cpython.number cimport PyNumber_Index
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.math cimport INFINITY
 
@@ -220,10 +221,12 @@ cdef class Core(Hub):
         else:
             right = <Slice>remote
         target = <RemoteMemory>right.memory
+        if not target.alive:
+            raise_gone(target)
         link = target.link
         if link.driver.core is not self:
             raise errors.InvalidArgumentError(f"{target!r} belongs to another engine")
-        if not target.alive or not link.up:
+        if not link.up:
             raise_gone(target)
         check_access(target, verb)
         transfer = Transfer.__new__(Transfer)
@@ -416,7 +419,7 @@ cdef class Core(Hub):
         try:
             place, value = signal
             word = place
-            transfer.batch.signal_value = value
+            transfer.batch.signal_value = PyNumber_Index(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise errors.InvalidArgumentError(
                 "signal must be (remote range of 8 bytes, value in 0..2**64-1)"

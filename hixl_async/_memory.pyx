@@ -2,6 +2,8 @@
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo, PyBuffer_Release
+from cpython.long cimport PyLong_CheckExact
+from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from libc.string cimport memset
 
@@ -63,6 +65,8 @@ cdef class Memory:
 
         :return: an awaitable; cancelling it only ends the wait.
         """
+        if self.core is None:
+            raise_gone(self)
         return self.core._drained(self, 0, self.size)
 
     def released(self):
@@ -70,6 +74,8 @@ cdef class Memory:
 
         :return: an awaitable.
         """
+        if self.core is None:
+            raise_gone(self)
         waiter = self.core.loop.create_future()
         if not self.alive and self.flights == 0:
             waiter.set_result(None)
@@ -200,6 +206,9 @@ cdef class RemoteMemory(Memory):
 cdef class Slice:
     """A range of bytes of a region; made by ``region[a:b]``."""
 
+    def __init__(self):
+        raise TypeError("a range is made by slicing a region: region[0:4096]")
+
     def __getitem__(self, key):
         return make_slice(self.memory, self.offset, self.length, key)
 
@@ -236,7 +245,7 @@ cdef inline uint64_t _bound(PyObject *value, uint64_t default, str name) except?
     if value == <PyObject *>None:
         return default
     try:
-        return <object>value
+        return <object>value if PyLong_CheckExact(<object>value) else PyNumber_Index(<object>value)
     except (OverflowError, TypeError):
         raise errors.RangeError(
             f"slice {name} is {<object>value!r}; slices count bytes from 0, and never reach outside"
@@ -290,6 +299,8 @@ cdef int check_access(Memory remote, uint32_t verb) except -1:
 cdef int raise_gone(object memory) except -1:
     """Why no new work may use `memory`."""
     cdef RemoteMemory remote
+    if (<Memory?>memory).core is None:
+        raise errors.InvalidArgumentError(f"{memory!r} belongs to no engine; use engine.allocate, engine.register or peer.region")
     if isinstance(memory, RemoteMemory):
         remote = memory
         if not remote.link.up:

@@ -78,6 +78,9 @@ cdef class Transfer:
     cancellation the contents of the target range are undefined, and the local memory stays pinned until `drained`.
     """
 
+    def __init__(self):
+        raise TypeError("a transfer is made by engine.read, engine.write or engine.submit")
+
     def __repr__(self):
         what = "control" if self.control else "write" if self.batch.verb == HXA_WRITE else "read"
         peer = f" {'to' if self.batch.verb == HXA_WRITE else 'from'} {self.link.peer!r}" if self.link is not None else ""

@@ -79,10 +79,10 @@ def _parser() -> argparse.ArgumentParser:
         "ping",
         allow_abbrev=False,
         help="connect to a running engine, and time what it answers",
-        description="Connects to a running engine and times round trips of control messages. The peer's memory is left alone,"
-        f" unless it exports a region named {SCRATCH!r} with access to write: then writes into that are timed too.",
-        epilog="The secret comes from --secret-file or from HIXL_ASYNC_SECRET, never from the command line, which other users"
-        " can read.",
+        description="Connects to a running engine and times round trips of control messages. The peer's memory is left"
+        f" alone, unless it exports a region {SCRATCH!r} with access to write: then writes into that are timed too.",
+        epilog="The secret comes from --secret-file or from HIXL_ASYNC_SECRET, never from the command line, which other"
+        " users can read.",
     )
     ping.add_argument("address", metavar="ADDRESS", help="host:port where the engine listens")
     ping.add_argument("--count", type=_number(1, 1_000_000), default=10, help="round trips (default: 10)")
@@ -134,27 +134,17 @@ async def _show_info(as_json: bool) -> None:
         "uvloop": _installed("uvloop"),
         "kernel": f"{platform.system()} {platform.release()}",
     }
-    rows = [
-        {
-            "name": driver.name,
-            "problem": driver.problem,
-            "capabilities": list(driver.capabilities),
-            "limits": await _limits(driver.name) if driver.problem is None else {},
-        }
-        for driver in drivers.available()
-    ]
+    known = [(driver, {} if driver.problem else await _limits(driver.name)) for driver in drivers.available()]
     findings = probes.findings()
     if as_json:
+        rows = [{**driver._asdict(), "limits": limits} for driver, limits in known]
         print(json.dumps({**facts, "drivers": rows, "machine": [finding._asdict() for finding in findings]}, indent=2))
         return
     _table((name, value or "not installed") for name, value in facts.items())
     print("\ndrivers")
-    for row in rows:
-        if row["problem"]:
-            _table([(row["name"], f"missing: {row['problem']}")])
-        else:
-            _table([(row["name"], ", ".join(row["capabilities"]))])
-            _table(("", f"{name.replace('_', ' ')} {value}") for name, value in row["limits"].items())
+    for driver, limits in known:
+        _table([(driver.name, f"missing: {driver.problem}" if driver.problem else ", ".join(driver.capabilities))])
+        _table(("", f"{name.replace('_', ' ')} {value}") for name, value in limits.items())
     print("\nmachine")
     for finding in findings:
         mark = "" if finding.state == "ok" else f"{finding.state.upper()}: "
@@ -228,7 +218,9 @@ async def _round_trips(peer: Peer, count: int, size: int, timeout: float) -> lis
         answer = await peer.request(PING, {"number": number, "payload": payload}, timeout=timeout)
         times.append(time.perf_counter() - started)
         if answer != {"number": number, "payload": payload}:
-            raise ProtocolError(f"{peer.name!r} answered a ping with something else than what it was sent", peer=peer.name)
+            raise ProtocolError(
+                f"{peer.name!r} answered a ping with something else than what it was sent", peer=peer.name
+            )
     return times
 
 

@@ -68,7 +68,9 @@ def _populate() -> Finding:
         try:
             page.madvise(_MADV_POPULATE_WRITE)
         except OSError as error:
-            return Finding("populate", "limited", _why(error), "first transfers pay for page faults; Linux 5.14 need not")
+            return Finding(
+                "populate", "limited", _why(error), "first transfers pay for page faults; Linux 5.14 need not"
+            )
     return Finding("populate", "ok", "MADV_POPULATE_WRITE", "imported regions are mapped ahead of the first transfer")
 
 
@@ -76,14 +78,20 @@ def _pidfd() -> Finding:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        return Finding("pidfd", "limited", _why(error), "a peer's death cannot be confirmed, its blocks stay in quarantine")
+        return Finding(
+            "pidfd", "limited", _why(error), "a peer's death cannot be confirmed, its blocks stay in quarantine"
+        )
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
         try:
             os.close(ours.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
         except OSError:
-            return Finding("pidfd", "ok", "pidfd_open", "a peer's process is found by id and start time, and its death is seen")
-    return Finding("pidfd", "ok", "pidfd_open, SO_PEERPIDFD", "a peer's process is known for certain, and its death is seen")
+            return Finding(
+                "pidfd", "ok", "pidfd_open", "a peer's process is found by id and start time, and its death is seen"
+            )
+    return Finding(
+        "pidfd", "ok", "pidfd_open, SO_PEERPIDFD", "a peer's process is known for certain, and its death is seen"
+    )
 
 
 def _descriptors_refused() -> Finding:
@@ -92,7 +100,9 @@ def _descriptors_refused() -> Finding:
         try:
             ours.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
         except OSError:
-            return Finding("SO_PASSRIGHTS", "ok", "no", "unwanted descriptors are closed on arrival; Linux 6.16 refuses them")
+            return Finding(
+                "SO_PASSRIGHTS", "ok", "no", "unwanted descriptors are closed on arrival; Linux 6.16 refuses them"
+            )
     return Finding("SO_PASSRIGHTS", "ok", "yes", "the kernel refuses descriptors that nobody asked for")
 
 
@@ -159,7 +169,9 @@ def _memlock() -> Finding:
 
 
 def _memory() -> Finding:
-    available = next((line.split()[1] for line in (_read("/proc/meminfo") or "").splitlines() if "MemAvailable" in line), "0")
+    available = next(
+        (line.split()[1] for line in (_read("/proc/meminfo") or "").splitlines() if "MemAvailable" in line), "0"
+    )
     found = f"{int(available) >> 20} GiB available"
     limit = _read("/sys/fs/cgroup/memory.max")
     if limit is not None and limit.isdigit():
@@ -170,8 +182,12 @@ def _memory() -> Finding:
 def _overcommit() -> Finding:
     mode = _read("/proc/sys/vm/overcommit_memory")
     if mode == "2":
-        return Finding("overcommit", "limited", "strict", "mapping a peer's region counts against this machine's commit limit")
-    return Finding("overcommit", "ok", {"0": "heuristic", "1": "always"}.get(mode or "", "unknown"), "mappings cost no commit")
+        return Finding(
+            "overcommit", "limited", "strict", "mapping a peer's region counts against this machine's commit limit"
+        )
+    return Finding(
+        "overcommit", "ok", {"0": "heuristic", "1": "always"}.get(mode or "", "unknown"), "mappings cost no commit"
+    )
 
 
 def _huge_pages() -> Finding:

@@ -1,6 +1,6 @@
 """A pytest plugin: says how to run what a run skipped, or, with ``--no-skips``, counts a skip as a failure.
 
-``make test`` loads it.  CI installs everything that is optional and passes ``--no-skips``, so that no test can go missing there.
+``make test`` loads it.  CI installs all that is optional and passes ``--no-skips``: no test can go missing there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{count} skipped, and --no-skips was given: this run has failed", red=True)
     else:
         terminalreporter.write_line(
-            f"{count} skipped, for the reasons above; `make optional` installs what can be installed (torch, the demo's model)",
+            f"{count} skipped, for the reasons above; `make optional` installs what can be: torch, the demo's model",
             yellow=True,
         )

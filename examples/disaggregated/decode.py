@@ -13,6 +13,8 @@ from worker import Worker, kv_digests, start
 
 import hixl_async as hx
 
+STALL = 60.0  # seconds
+
 
 async def program(worker: Worker) -> None:
     # Peers may write into the pool (that is its default access): P, into the blocks for which it gets a ticket.
@@ -40,7 +42,9 @@ class Decode:
         request = DecodeRequest(**body)
         blocks = await self.pool.reserve(tokens=request.prompt_tokens + request.max_tokens)
         self.reserved[request.run] = blocks
-        return blocks.ticket()
+        # If nothing comes for a minute, something is wrong. The default of 10 s suits accelerators; here, where K/V may
+        # be sent after the prefill, the first layer has to wait until a CPU has computed them all.
+        return blocks.ticket(stall=STALL)
 
     async def decode(self, router: hx.Peer, body: dict[str, Any]) -> dict[str, Any]:
         """Decodes into the reserved blocks; notifies the router of each token, and answers with a report."""
@@ -55,7 +59,7 @@ class Decode:
                     await self._decode(request, router, blocks.stream(), cache, timeline)
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
-            return Report(kv_digests(cache, request.prompt_tokens), timeline.to_json()).body()
+            return Report(kv_digests(cache, request.prompt_tokens), list(blocks.ids), timeline.to_json()).body()
 
     async def _watch(self, stream: hx.kv.LayerStream, run: int, router: hx.Peer, timeline: Timeline) -> None:
         """Takes note of every layer that arrives."""
@@ -75,26 +79,26 @@ class Decode:
         layers = len(cache.memory)
 
         def wait_for_next(layer: int) -> None:
-            # In the thread that computes, when it is done with a layer. It waits before it begins with the next one, not
-            # just before it reads there: it also writes there, in a block that P's push fills as a whole.
+            # In the thread that computes, when a layer is done. It waits before it begins with the next one, not just
+            # before it reads there: it also writes there, into a block that P's push fills as a whole.
             if layer + 1 < layers:
                 with timeline.measure("D", "wait", f"layer {layer + 1}"):
                     asyncio.run_coroutine_threadsafe(stream.layer(layer + 1), loop).result()
 
         async with self.engine.notifications(first_token_topic(request.run)) as notes:
             first = Step.from_json((await notes.get()).payload)
+        await self.worker.tell(router, request.run, first)
         # Where P streamed, all layers are here by now. Where it did not, the first step follows them as they come.
         await stream.layer(0)
-        all_here = len(stream.landed) == layers
-        await self.worker.decode(
-            request.run,
-            router,
+        async for step in self.worker.decode(
             first,
             cache,
-            position=request.prompt_tokens,
+            start=request.prompt_tokens,
             max_tokens=request.max_tokens,
-            first_step_layer_done=None if all_here else wait_for_next,
-        )
+            on_first_layer_done=wait_for_next if len(stream.landed) < layers else None,
+        ):
+            await self.worker.tell(router, request.run, step)
+        await self.worker.tell(router, request.run, None)
 
 
 if __name__ == "__main__":

@@ -70,9 +70,15 @@ def main() -> int:
         except hx.DriverLoadError as problem:
             console.fail(str(problem))
             return CANNOT_START
+        except BrokenPipeError:
+            raise
         except (Failed, hx.HixlError, OSError) as problem:
             console.fail(f"The demo failed.\n{problem}")
             return FAILED
+    except BrokenPipeError:
+        # Who read our output has left, as `head` does. Nothing is to be written there any more, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except KeyboardInterrupt:
         console.fail("Interrupted. All processes have ended.")
         return INTERRUPTED
@@ -89,7 +95,7 @@ def load_model(options: Options, console: Console) -> Checkpoint:
     """
     if options.random_model:
         return random_model.load()
-    return weights.load(progress=lambda done, what: console.progress(f"{what}: {done:.0%}"))
+    return weights.load(progress=lambda done, what: console.progress("loading the model", f"({done:.0%}: {what})"))
 
 
 def read_questions(options: Options, checkpoint: Checkpoint) -> list[Question]:

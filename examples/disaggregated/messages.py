@@ -84,6 +84,8 @@ class Report(Record):
 
     kv: list[str]
     """For each layer a digest of the prompt's keys and values, in the order of the tokens."""
+    blocks: list[int]
+    """The block table: where in the process's memory they lie."""
     timeline: str
     """See `Timeline.to_json`."""
     transfers: int = 0

@@ -67,6 +67,7 @@ class Prefill:
             after = self.engine.stats()
             return Report(
                 kv_digests(cache, len(request.prompt)),
+                list(blocks.ids),
                 timeline.to_json(),
                 transfers=after.transfers - before.transfers - 1,  # one was the notification
                 transferred=after.bytes - before.bytes,

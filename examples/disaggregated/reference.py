@@ -21,8 +21,11 @@ async def program(worker: Worker) -> None:
         memory = np.zeros(worker.model.config.kv_shape(blocks, BLOCK_TOKENS), np.float32)
         cache = PagedCache(memory, range(blocks))
         first = await worker.step(request.prompt, cache)
-        await worker.decode(request.run, router, first, cache, position=length, max_tokens=request.max_tokens)
-        return Report(kv_digests(cache, length), Timeline().to_json()).body()
+        await worker.tell(router, request.run, first)
+        async for step in worker.decode(first, cache, start=length, max_tokens=request.max_tokens):
+            await worker.tell(router, request.run, step)
+        await worker.tell(router, request.run, None)
+        return Report(kv_digests(cache, length), list(range(blocks)), Timeline().to_json()).body()
 
     worker.engine.serve("generate", generate)
     await worker.serve_until_router_leaves()

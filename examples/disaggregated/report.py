@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from io import TextIOWrapper
 from itertools import zip_longest
+from shutil import get_terminal_size
 from statistics import median
 from typing import NamedTuple
 
 from router import Run
+from timeline import Track
 from tokenizer import TextStream, Tokenizer
 
 _WIDTH = 100  # of a line, at most
@@ -23,8 +26,12 @@ class Console:
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a model may write what a terminal can't show
         self._quiet = quiet
         self._terminal = sys.stdout.isatty()
+        self._width = min(_WIDTH, get_terminal_size((_WIDTH, 24)).columns)
+        self._stage = ""
         self._transient = False
         self._line_begun = False
 
@@ -35,12 +42,13 @@ class Console:
 
     def heading(self, text: str) -> None:
         """Prints a line that begins a section."""
-        self.line(f"\n{f'── {text} ':─<{_WIDTH}}\n")
+        self.line(f"\n{f'── {text} ':─<{self._width}}\n")
 
     def paragraphs(self, text: str, indent: str = "") -> None:
         """Prints running text, each of its lines wrapped."""
         for line in text.splitlines():
-            self.line(textwrap.fill(line, _WIDTH, initial_indent=indent, subsequent_indent=indent) or indent.rstrip())
+            wrapped = textwrap.fill(line, self._width, initial_indent=indent, subsequent_indent=indent)
+            self.line(wrapped or indent.rstrip())
 
     def piece(self, text: str) -> None:
         """Prints a piece of a line."""
@@ -56,12 +64,16 @@ class Console:
         self._write("\n" if self._line_begun else "")
         print(text, file=sys.stderr)
 
-    def progress(self, text: str) -> None:
-        """Shows a text until the next one comes; on a terminal only, since a file would keep them all."""
-        # What is being typed stays.
-        if self._terminal and not self._quiet and (self._transient or not self._line_begun):
-            self._write(text[: _WIDTH - 1])
+    def progress(self, stage: str, detail: str = "") -> None:
+        """Says what is going on: on a terminal until the next text comes, elsewhere by a line for each new stage."""
+        if self._quiet or (self._line_begun and not self._transient):
+            return
+        if self._terminal:
+            self._write(f"{stage} {detail}".rstrip()[: self._width - 1])
             self._transient = True
+        elif stage != self._stage:
+            self._write(f"({stage} ...)\n")
+        self._stage = stage
 
     def _write(self, text: str) -> None:
         if self._transient:
@@ -142,6 +154,8 @@ def timing(run: Run, *, expected_exposed: str = "") -> Column:
     }
     if further:
         column["time to second token"] = milliseconds(run.heard_ns[1] - run.asked_ns)
+    if transfers := run.timeline.on(Track.TRANSFER):
+        column["each layer's transfer"] = milliseconds(median(span.end_ns - span.start_ns for span in transfers))
     if (exposed := run.timeline.exposed_ns()) is not None:
         column["  transfer exposed after the prefill"] = milliseconds(exposed)
     if expected_exposed:
@@ -166,6 +180,8 @@ def table(columns: Mapping[str, Column]) -> str:
 
 def milliseconds(nanoseconds: float) -> str:
     value = nanoseconds / 1e6
+    if value >= 10_000:
+        return f"{value / 1000:.1f} s"
     return f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"
 
 

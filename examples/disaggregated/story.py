@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -138,14 +138,9 @@ class Story:
         console.heading(f"A prompt of {len(prompt)} tokens")
         console.paragraphs(question.text, indent="> ")
         console.line()
-        arrived = count(1)
         typewriter = Typewriter(console, self._tokenizer)
-        console.progress("P prefills")
         together = await router.disaggregated(
-            prompt,
-            tokens,
-            on_token=typewriter.token,
-            on_arrival=lambda _layer: console.progress(f"P prefills; layers at D: {next(arrived)} of {self._layers}"),
+            prompt, tokens, on_token=typewriter.token, on_arrival=self._arrivals("P prefills")
         )
         typewriter.finish()
         console.progress("the reference does the same, for comparison")
@@ -157,9 +152,9 @@ class Story:
         self._judge("P and D, compared with one process", together, alone)
         sent = together.reports["P"]
         console.line(
-            f"  sent        {size(sent.transferred)}: for each layer {size(sent.transferred / self._layers)}, "
-            f"in {sent.transfers / self._layers:g} transfer"
+            f"  sent        {size(sent.transferred)}, with {sent.transfers / self._layers:g} transfer per layer"
         )
+        console.line(f"  blocks      {_blocks(sent.blocks)} of P, to {_blocks(together.reports['D'].blocks)} of D")
         return Answers(together, alone)
 
     def _wire_for(self, run: Run) -> Wire:
@@ -177,9 +172,10 @@ class Story:
         console.heading(f"The same {len(together.prompt)} tokens over a paced link of {speed}")
         console.paragraphs(
             "Within one host, keys and values (K/V) travel faster than anybody could wait for them. So now the link is "
-            f"PACED: the copies are real, but each is held back until a wire of {speed} would have delivered it. Such a "
-            f"wire needs {milliseconds(wire.layer_ns)} for a layer, and P {milliseconds(wire.computed_ns)} to compute one. "
-            f"First K/V are streamed again, then sent after the prefill, so that D waits for all {self._layers} layers."
+            f"PACED: the copies are real, but each is held back until a wire of {speed} would have delivered it. Such "
+            f"a wire needs {milliseconds(wire.layer_ns)} for a layer, and P {milliseconds(wire.computed_ns)} to "
+            "compute one. First, K/V are streamed as before; then they are sent after the prefill, and D waits for "
+            f"all {self._layers} layers."
         )
         console.line()
         console.progress("P and D start anew, with a paced link between them")
@@ -191,7 +187,7 @@ class Story:
         console.line(
             table(
                 {
-                    "streamed": timing(streamed, expected_exposed=f"< {milliseconds(wire.exposed_ns(self._layers))}"),
+                    "streamed": timing(streamed, expected_exposed=f"up to {milliseconds(wire.exposed_ns(self._layers))}"),
                     "after the prefill": timing(after, expected_exposed=milliseconds(self._layers * wire.layer_ns)),
                 }
             )
@@ -203,10 +199,20 @@ class Story:
 
     async def _paced(self, router: Router, prompt: list[int], *, streamed: bool) -> Run:
         name = "streamed, each layer while P computes the next" if streamed else "sent after the prefill"
-        self._console.progress(f"P prefills; K/V are {name}")
-        run = await router.disaggregated(prompt, min(self._options.tokens, PACED_TOKENS), streamed=streamed)
+        run = await router.disaggregated(
+            prompt,
+            min(self._options.tokens, PACED_TOKENS),
+            streamed=streamed,
+            on_arrival=self._arrivals(f"P prefills, K/V are {name}"),
+        )
         run.timeline.title = f"K/V {name}"
         return run
+
+    def _arrivals(self, what: str) -> Callable[[int], None]:
+        """Shows progress: how many layers have arrived at D."""
+        self._console.progress(what)
+        arrived = count(1)
+        return lambda _layer: self._console.progress(what, f"({next(arrived)} of {self._layers} layers are at D)")
 
     def _judge(self, title: str, run: Run, alone: Run) -> None:
         comparisons = compare(run, alone)
@@ -239,3 +245,8 @@ class Story:
         path = self._options.out / name
         path.write_text(content, encoding="utf-8")
         self._console.line(f"{path}  {what}")
+
+
+def _blocks(table: Sequence[int]) -> str:
+    """The first few of a block table."""
+    return ", ".join(map(str, table[:6])) + (", ..." if len(table) > 6 else "")

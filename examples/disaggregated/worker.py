@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,30 +91,29 @@ class Worker:
 
     async def decode(
         self,
-        run: int,
-        router: hx.Peer,
         first: Step,
         cache: PagedCache,
         *,
-        position: int,
+        start: int,
         max_tokens: int,
-        first_step_layer_done: OnLayer | None = None,
-    ) -> None:
-        """Goes on from a first token, and notifies the router of every token as it is chosen, the first included.
+        on_first_layer_done: OnLayer | None = None,
+    ) -> AsyncIterator[Step]:
+        """Goes on from a first token, at position `start`, with the likeliest next ones.
 
-        :param position: of the first token.
-        :param first_step_layer_done: as ``on_layer_done`` of `step`, during the first step only.
+        :param max_tokens: including the first.
+        :param on_first_layer_done: as ``on_layer_done`` of `step`, during the first step only.
         """
-        topic = tokens_topic(run)
-        step, layer_done = first, first_step_layer_done
-        await self.engine.notify(router, topic, step.to_json().encode())
-        for start in range(position, position + max_tokens - 1):
+        step, layer_done = first, on_first_layer_done
+        for position in range(start, start + max_tokens - 1):
             if step.token == self.model.config.end_token:
-                break
-            step = await self.step([step.token], cache, start=start, on_layer_done=layer_done)
-            await self.engine.notify(router, topic, step.to_json().encode())
+                return
+            step = await self.step([step.token], cache, start=position, on_layer_done=layer_done)
             layer_done = None
-        await self.engine.notify(router, topic)
+            yield step
+
+    def tell(self, router: hx.Peer, run: int, step: Step | None) -> hx.Transfer:
+        """Notifies the router of a step; of None when there are no more."""
+        return self.engine.notify(router, tokens_topic(run), b"" if step is None else step.to_json().encode())
 
 
 def start(name: str, program: Callable[[Worker], Awaitable[None]]) -> None:

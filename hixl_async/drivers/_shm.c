@@ -7,6 +7,7 @@
  *   threads         copy threads, started when first needed                  1..64, default min(2, CPUs)
  *   inline_bytes    batches up to this are copied inside submit              default 262144
  *   chunk_bytes     what a copy thread copies between two looks at fences    4096.., default 1048576
+ *   stream_bytes    batches from this on are copied past the caches          default 3/4 of the third level
  *   ring_bytes      notification ring per link; a power of two               4096..67108864, default 262144
  *   pending_notes   notifications per link that may wait for room            default 1024
  *   nowait          0: read doorbells as on kernels before 6.4               default: what the kernel can
@@ -29,6 +30,14 @@ typedef struct setting { const char *key; uint64_t least, most, value; } setting
 static uint64_t cpus(void) {
     cpu_set_t set;
     return sched_getaffinity(0, sizeof set, &set) == 0 ? (uint64_t)CPU_COUNT(&set) : 2;
+}
+
+static uint64_t stream_from(void) {
+    long cache = 0;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+    cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+    return (cache > 0 ? (uint64_t)cache : 32u << 20) / 4 * 3;
 }
 
 static int parse(const hxa_option *option, setting *settings, size_t n, char *error, size_t error_len) {
@@ -55,12 +64,13 @@ static int parse(const hxa_option *option, setting *settings, size_t n, char *er
 /* ---- life ------------------------------------------------------------------------------------------------------------- */
 
 static int shm_open_instance(const hxa_option *options, size_t n, const hxa_sink *sink, hxa_instance **made, char *error, size_t error_len) {
-    enum { THREADS, INLINE, CHUNK, RING, PENDING, NOWAIT, SETTINGS };
+    enum { THREADS, INLINE, CHUNK, STREAM, RING, PENDING, NOWAIT, SETTINGS };
     const uint64_t cores = cpus();
     setting settings[SETTINGS] = {
         [THREADS] = {"threads", 1, SHM_THREADS_MAX, cores < 2 ? cores : 2},
         [INLINE] = {"inline_bytes", 0, 1u << 30, 256 << 10},
         [CHUNK] = {"chunk_bytes", SHM_PAGE, 1u << 30, 1 << 20},
+        [STREAM] = {"stream_bytes", 0, UINT64_MAX, stream_from()},
         [RING] = {"ring_bytes", SHM_PAGE, SHM_RING_MAX, 256 << 10},
         [PENDING] = {"pending_notes", 1, 1u << 30, 1024},
         [NOWAIT] = {"nowait", 0, 1, 1},
@@ -85,6 +95,7 @@ static int shm_open_instance(const hxa_option *options, size_t n, const hxa_sink
     self->sink = *sink;
     self->inline_bytes = settings[INLINE].value;
     self->chunk_bytes = settings[CHUNK].value;
+    self->stream_bytes = settings[STREAM].value;
     self->capacity = (uint32_t)settings[RING].value;
     self->waiting_limit = (uint32_t)settings[PENDING].value;
     self->nowait = settings[NOWAIT].value != 0 && shm_bell_nowait();

@@ -136,7 +136,9 @@ def test_info_says_why_a_driver_is_missing(tmp_path: Path) -> None:
     assert "no_such_module_at_all" in line
 
 
-def test_info_fails_where_no_driver_can_be_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_fails_where_no_driver_can_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(drivers, "available", lambda: [DriverInfo("shm", (), "the library is gone")])
     assert cli.main(["info"]) == 1
     assert "missing: the library is gone" in capsys.readouterr().out
@@ -184,7 +186,8 @@ def test_ping_writes_into_a_scratch_region_only(serve: Callable[..., Server]) ->
 
 
 @pytest.mark.parametrize(
-    ("region", "size", "reason"), [("hixl.scratch:64:read", 8, "no region"), ("hixl.scratch:64:write", 65, "only 64 bytes")]
+    ("region", "size", "reason"),
+    [("hixl.scratch:64:read", 8, "no region"), ("hixl.scratch:64:write", 65, "only 64 bytes")],
 )
 def test_ping_leaves_an_unsuitable_scratch_region_alone(
     serve: Callable[..., Server], region: str, size: int, reason: str

@@ -30,6 +30,7 @@ def unshare(what: int) -> None:
 
 async def main(options: dict[str, Any]) -> None:
     # Imported, and codecs loaded, before we become somebody who may not be allowed to read the files.
+    "".encode("idna")
     from hixl_async.control import Identity, dial, waiting
     from hixl_async.errors import HixlError
     from hixl_async.types import Address

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -32,38 +33,46 @@ THERE = Path(__file__).with_name("other_side.py")
 class OtherSide:
     """Another process, and what it says."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, *arguments: str) -> None:
+        package = str(Path(hixl_async.__file__).parents[1])
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": package},
+        )
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    async def says(self) -> dict[str, Any]:
+    async def line(self) -> str:
         assert self.process.stdout is not None
-        line = await self.process.stdout.readline()
+        return await asyncio.to_thread(self.process.stdout.readline)
+
+    async def says(self) -> dict[str, Any]:
+        line = await self.line()
         fact: dict[str, Any] = json.loads(line) if line else {"event": "end"}
         if fact["event"] == "impossible":
             pytest.skip(fact["why"])
         return fact
 
+    async def end(self) -> int:
+        self.process.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return await asyncio.to_thread(self.process.wait)
+
 
 @contextlib.asynccontextmanager
-async def other_side(**options: Any) -> AsyncIterator[OtherSide]:
+async def other_side(*, program: tuple[str, ...] = (str(THERE),), **options: Any) -> AsyncIterator[OtherSide]:
     if "secret" in options:
         options["secret"] = base64.b64encode(options["secret"]).decode()
-    package = str(Path(hixl_async.__file__).parents[1])
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(THERE), json.dumps(options), stdout=-1, env={**os.environ, "PYTHONPATH": package}
-    )
+    other = OtherSide(*program, json.dumps(options))
     try:
-        yield OtherSide(process)
+        yield other
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        assert process.stdout is not None
-        await process.stdout.read()
-        await process.wait()
+        await other.end()
 
 
 @pytest.fixture
@@ -114,7 +123,7 @@ class TestAnotherProcess:
             assert isinstance(await inbox.lost, PeerLostError)
             await died.wait()
             asyncio.get_running_loop().remove_reader(theirs.pidfd)
-            assert await other.process.wait() == -signal.SIGKILL
+            assert await other.end() == -signal.SIGKILL
 
     async def test_is_stopped_and_does_not_read(self, listen: HostFactory) -> None:
         host = await listen()
@@ -148,17 +157,11 @@ class TestAnotherProcess:
             "    await asyncio.Event().wait()\n"
             "asyncio.run(main())"
         )
-        package = str(Path(hixl_async.__file__).parents[1])
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, stdout=-1, env={**os.environ, "PYTHONPATH": package}
-        )
-        assert process.stdout is not None
-        address = hixl_async.Address("127.0.0.1", int(await process.stdout.readline()))
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(ConnectError, match=r"did not answer within 0.2 s \(waiting for an answer over tcp\)"):
-            await dial(address, identity(), timeout=0.2)
-        process.kill()
-        await process.wait()
+        async with other_side(program=("-c", code)) as other:
+            address = hixl_async.Address("127.0.0.1", int(await other.line()))
+            other.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(ConnectError, match=r"did not answer within 0.2 s \(waiting for an answer over tcp\)"):
+                await dial(address, identity(), timeout=0.2)
         with pytest.raises(ConnectError, match="refused"):
             await dial(address, identity())
 
@@ -193,13 +196,8 @@ class TestAnotherUser:
             "    from hixl_async.control.process import LocalUser\n"
             "    LocalUser.objection = lambda self, other: None\n    me = Identity(",
         )
-        package = str(Path(hixl_async.__file__).parents[1])
-        options = json.dumps({"port": host.address.port, "uid": SOMEBODY})
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, options, stdout=-1, env={**os.environ, "PYTHONPATH": package}
-        )
-        fact = await OtherSide(process).says()
-        await process.wait()
+        async with other_side(program=("-c", code), port=host.address.port, uid=SOMEBODY) as other:
+            fact = await other.says()
         assert fact["kind"] == "AuthenticationError"
         assert "the dialler is not the same user: it runs as user 54321, this side as user 0" in fact["text"]
         assert isinstance(await host.refused.get(), AuthenticationError)

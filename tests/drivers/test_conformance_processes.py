@@ -24,6 +24,13 @@ def peer(leakless: None, driver_name: str, driver_options: dict[str, str]) -> It
 
 
 @pytest.fixture
+def slow_peer(leakless: None, driver: vt.CDriver, driver_name: str, driver_options: dict[str, str]) -> Iterator[Peer]:
+    """One copy thread: it takes its time, and several batches can have the same target."""
+    with Peer(driver_name, driver_options | ({"threads": 1, "chunk_bytes": 65536} if driver.name == b"shm" else {})) as made:
+        yield made
+
+
+@pytest.fixture
 def instance(peer: Peer, open_instance) -> vt.Instance:
     return open_instance()
 
@@ -135,7 +142,8 @@ def test_killed_peer_is_noticed_after_its_notes(peer: Peer, link: vt.Link) -> No
 
 
 @alloc
-def test_the_writer_is_killed_in_the_middle(peer: Peer, link: vt.Link) -> None:
+def test_the_writer_is_killed_in_the_middle(slow_peer: Peer, open_instance) -> None:
+    peer, link = slow_peer, slow_peer.join(open_instance())
     ours = link.instance.alloc(64 * MIB)
     there = peer.call("alloc", size=64 * MIB, rights=3, seed=2)
     remote = peer.give(ours)
@@ -219,8 +227,9 @@ def test_a_stopped_peer_stops_nobody(peer: Peer, link: vt.Link) -> None:
 
 
 @alloc
-def test_a_stopped_writer_is_fenced_when_it_continues(peer: Peer, link: vt.Link) -> None:
+def test_a_stopped_writer_is_fenced_when_it_continues(slow_peer: Peer, open_instance) -> None:
     """SIGSTOP in the middle of a copy, the fence is asked for, SIGCONT: after the answer no byte changes any more."""
+    peer, link = slow_peer, slow_peer.join(open_instance())
     ours = link.instance.alloc(64 * MIB)
     there = peer.call("alloc", size=64 * MIB, rights=3, seed=2)
     remote = peer.give(ours)

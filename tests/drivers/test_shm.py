@@ -34,7 +34,7 @@ def test_options_are_checked(driver: vt.CDriver, leakless: None, key: str, value
 
 
 def test_unknown_option_names_the_known_ones(driver: vt.CDriver) -> None:
-    with pytest.raises(vt.DriverError, match="threads inline_bytes chunk_bytes ring_bytes pending_notes nowait"):
+    with pytest.raises(vt.DriverError, match="threads inline_bytes chunk_bytes stream_bytes ring_bytes pending_notes nowait"):
         vt.Instance(driver, {"colour": "red"})
 
 

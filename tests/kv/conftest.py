@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -71,9 +70,3 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     assert not to_d.losses
     assert not to_p.losses
     assert not to_p.signals
-
-
-def pytest_asyncio_loop_factories(config: Any, item: Any) -> dict[str, Any]:
-    import uvloop
-
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

@@ -11,7 +11,6 @@ import numpy
 import pytest
 
 import hixl_async as hx
-from hixl_async.testing import BalanceSheet
 
 LAYOUT = hx.kv.Layout(layers=8, kv_heads=3, head_dim=64, dtype="bfloat16", block_tokens=16)
 BLOCKS = 96
@@ -26,7 +25,6 @@ class Pools(NamedTuple):
 @pytest.fixture
 async def pools() -> AsyncIterator[Pools]:
     async with (
-        BalanceSheet(ignore=("thread asyncio",)),
         hx.Engine("127.0.0.1:0", name="d") as d,
         hx.Engine(name="p") as p,
         hx.kv.Pool(d, LAYOUT, blocks=BLOCKS, shuffle=1) as target,

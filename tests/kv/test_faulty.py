@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 import hixl_async as hx
-from hixl_async.testing import BalanceSheet, FaultPlan, engine_pair, faulty
+from hixl_async.testing import FaultPlan, engine_pair, faulty
 
 LAYOUT = hx.kv.Layout(layers=6, kv_heads=2, head_dim=64, dtype="float16", block_tokens=16)
 BLOCKS = 48
@@ -29,7 +29,6 @@ class Scene(NamedTuple):
 async def scene() -> AsyncIterator[Scene]:
     plan = FaultPlan(seed=11)
     async with (
-        BalanceSheet(ignore=("thread asyncio",)),
         engine_pair(drivers=faulty("shm", plan)) as pair,
         hx.kv.Pool(pair.left, LAYOUT, blocks=BLOCKS, access="none", shuffle=1) as source,
         hx.kv.Pool(pair.right, LAYOUT, blocks=BLOCKS, shuffle=2) as target,

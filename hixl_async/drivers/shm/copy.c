@@ -5,9 +5,13 @@
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
+#ifdef __x86_64__
+#include <emmintrin.h>
+#endif
 
 enum {
     DESCRIPTOR_COST = 64,              /* what a descriptor costs the loop, in bytes that it could copy instead */
+    STREAM_LEAST = 1024,               /* bytes of a piece for which streaming stores are worth their fence */
     VM_PIECES = 64                     /* descriptors per process_vm_* call */
 };
 
@@ -102,6 +106,32 @@ static uint8_t *local_at(const hxa_desc *desc) {
 
 /* ---- the copy -------------------------------------------------------------------------------------------------------- */
 
+/* Past the caches: a batch that they can't hold anyway would fetch every target line only to overwrite it.  ARM cores notice
+ * that by themselves, and memcpy sees single chunks only. */
+static void stream(uint8_t *to, const uint8_t *from, uint64_t bytes) {
+#ifdef __x86_64__
+    const uint64_t head = -(uintptr_t)to & 63;
+    if (bytes >= STREAM_LEAST) {
+        memcpy(to, from, head);
+        to += head;
+        from += head;
+        bytes -= head;
+        for (; bytes >= 64; bytes -= 64, to += 64, from += 64) {
+            const __m128i *source = (const __m128i *)(const void *)from;
+            __m128i *target = (__m128i *)(void *)to;
+            const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+            const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+            _mm_stream_si128(target, a);
+            _mm_stream_si128(target + 1, b);
+            _mm_stream_si128(target + 2, c);
+            _mm_stream_si128(target + 3, d);
+        }
+        _mm_sfence();                  /* these stores are ordered by nothing else */
+    }
+#endif
+    memcpy(to, from, bytes);
+}
+
 typedef struct cursor { uint32_t index; uint64_t offset, left; } cursor;
 
 static uint64_t piece(const hxa_batch *batch, const cursor *at) {
@@ -151,6 +181,7 @@ static int vm_copy(hxa_link *link, const hxa_batch *batch, cursor *at, shm_outco
 
 /* `bytes` bytes of the batch, from byte `offset` of descriptor `index` on. */
 void shm_copy(hxa_link *link, const hxa_batch *batch, uint32_t index, uint64_t offset, uint64_t bytes, shm_outcome *out) {
+    const int large = batch->bytes >= link->self->stream_bytes;
     *out = (shm_outcome){.failed = -1};
     for (cursor at = {index, offset, bytes}; at.left != 0;) {
         const hxa_desc *desc = &batch->desc[at.index];
@@ -160,8 +191,9 @@ void shm_copy(hxa_link *link, const hxa_batch *batch, uint32_t index, uint64_t o
         }
         const uint64_t step = piece(batch, &at);
         uint8_t *here = local_at(desc) + at.offset, *there = desc->rmem->base + desc->roff + at.offset;
-        if (batch->verb == HXA_READ) memcpy(here, there, step);
-        else memcpy(there, here, step);
+        uint8_t *to = batch->verb == HXA_READ ? here : there, *from = batch->verb == HXA_READ ? there : here;
+        if (large) stream(to, from, step);
+        else memcpy(to, from, step);
         out->bytes += step;
         advance(batch, &at, step);
     }

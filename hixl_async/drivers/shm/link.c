@@ -34,8 +34,8 @@ void shm_link_free(hxa_link *link) {
         link->fence->scope = HXA_SCOPE_LINK;
         hxa_finish(&self->sink, link->fence);
     }
-    if (link->own != NULL) shm_segment_unmap((uint8_t *)link->own, half_bytes(link->capacity));
-    if (link->peer != NULL) shm_segment_unmap((uint8_t *)link->peer, half_bytes(link->peer_capacity));
+    if (link->own != NULL) shm_segment_unmap_peer((uint8_t *)link->own, half_bytes(link->capacity));
+    if (link->peer != NULL) shm_segment_unmap_peer((uint8_t *)link->peer, half_bytes(link->peer_capacity));
     close_fd(link->bell);
     close_fd(link->bell_read);
     close_fd(link->peer_bell);
@@ -55,7 +55,7 @@ int shm_link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card 
     int status = shm_bell_new(&link->bell, &link->bell_read);
     if (status == 0 && (passed = fcntl(link->bell_read, F_DUPFD_CLOEXEC, 0)) < 0) status = -HXA_E_NOMEM;
     if (status == 0) status = shm_segment_create("hixl_async:link", half_bytes(link->capacity), &segment);
-    if (status == 0) status = shm_segment_map(segment, half_bytes(link->capacity), 1, 0, &base);
+    if (status == 0) status = shm_segment_map_peer(segment, half_bytes(link->capacity), 1, &base);
     if (status == 0) {
         link->own = (shm_half *)(void *)base;
         status = shm_segment_seal(segment, 0);
@@ -97,14 +97,14 @@ static int join(hxa_link *link, const hxa_card *card) {
     int status = shm_segment_check(card->fds[0], half_bytes(about.capacity), &actual);
     if (status != 0) return status;
     uint8_t *base;
-    status = shm_segment_map(card->fds[0], half_bytes(about.capacity), 1, 0, &base);
+    status = shm_segment_map_peer(card->fds[0], half_bytes(about.capacity), 1, &base);
     if (status != 0) return status == -HXA_E_RIGHTS ? -HXA_E_PROTOCOL : status;
     shm_half *peer = (shm_half *)(void *)base;
     int bell = card->fds[1];
     if (shm_load(&peer->magic) != SHM_HALF_MAGIC || shm_load(&peer->capacity) != about.capacity) status = -HXA_E_PROTOCOL;
     else status = shm_bell_adopt(&bell, link->self->nowait);
     if (status != 0) {
-        shm_segment_unmap(base, half_bytes(about.capacity));
+        shm_segment_unmap_peer(base, half_bytes(about.capacity));
         return status;
     }
     const uint64_t most = about.capacity / 4 - 16;

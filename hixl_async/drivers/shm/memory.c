@@ -25,7 +25,8 @@ static hxa_mem *mem_new(hxa_instance *self, uint32_t kind, uint32_t rights, uint
 
 void shm_mem_release(hxa_mem *mem) {
     hxa_instance *self = mem->self;
-    shm_segment_unmap(mem->base, mem->mapped);
+    if (mem->kind == SHM_OWNED) shm_segment_unmap(mem->base, mem->mapped);
+    else shm_segment_unmap_peer(mem->base, mem->mapped);
     if (mem->fd >= 0) close(mem->fd);
     if (mem->next != NULL) mem->next->prev = mem->prev;
     if (mem->prev != NULL) mem->prev->next = mem->next;
@@ -40,7 +41,7 @@ int shm_mem_alloc(hxa_instance *self, uint64_t size, uint32_t rights, hxa_mem **
     if (made == NULL) return -HXA_E_NOMEM;
     const uint64_t bytes = shm_pages(size);
     int status = shm_segment_create("hixl_async:region", bytes, &made->fd);
-    if (status == 0) status = shm_segment_map(made->fd, bytes, 1, 1, &made->base);
+    if (status == 0) status = shm_segment_map(made->fd, bytes, &made->base);
     if (status == 0) {
         made->mapped = bytes;
         status = shm_segment_seal(made->fd, !(rights & HXA_RIGHT_WRITE));
@@ -95,7 +96,7 @@ static int import_segment(hxa_mem *made, const hxa_card *card, uint32_t rights) 
     int status = shm_segment_check(card->fds[0], made->size, &actual);
     if (status != 0) return status;
     const uint64_t bytes = shm_pages(made->size);
-    status = shm_segment_map(card->fds[0], bytes, (rights & HXA_RIGHT_WRITE) != 0, 0, &made->base);
+    status = shm_segment_map_peer(card->fds[0], bytes, (rights & HXA_RIGHT_WRITE) != 0, &made->base);
     if (status == 0) made->mapped = bytes;
     return status;
 }

@@ -198,7 +198,7 @@ typedef struct shm_pool {
 
 struct hxa_instance {
     hxa_sink sink;
-    uint64_t inline_bytes, chunk_bytes, note_bytes;
+    uint64_t inline_bytes, chunk_bytes, stream_bytes, note_bytes;
     uint32_t capacity;                 /* of a ring */
     uint32_t waiting_limit;            /* most notifications of a link that may wait for room */
     uint32_t nowait;                   /* preadv2(RWF_NOWAIT) works on pipes */
@@ -216,8 +216,10 @@ struct hxa_instance {
 SHM_INTERNAL int shm_segment_create(const char *name, uint64_t bytes, int *fd);
 SHM_INTERNAL int shm_segment_seal(int fd, int read_only);
 SHM_INTERNAL int shm_segment_check(int fd, uint64_t bytes, uint64_t *actual);
-SHM_INTERNAL int shm_segment_map(int fd, uint64_t bytes, int writable, int keep_in_child, uint8_t **base);
+SHM_INTERNAL int shm_segment_map(int fd, uint64_t bytes, uint8_t **base);
+SHM_INTERNAL int shm_segment_map_peer(int fd, uint64_t bytes, int writable, uint8_t **base);
 SHM_INTERNAL void shm_segment_unmap(uint8_t *base, uint64_t bytes);
+SHM_INTERNAL void shm_segment_unmap_peer(uint8_t *base, uint64_t bytes);
 SHM_INTERNAL int shm_segment_populate(uint8_t *base, uint64_t bytes, int writable);
 SHM_INTERNAL int shm_segment_reader(int fd, int *reader);
 SHM_INTERNAL void shm_close_foreign(int fd);

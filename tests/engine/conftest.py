@@ -1,0 +1,42 @@
+"""Engines in pairs, for the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from hixl_async import Engine
+from hixl_async.testing import EnginePair, engine_pair
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[EnginePair]:
+    """Two connected engines."""
+    async with engine_pair() as pair:
+        yield pair
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    """One engine that listens."""
+    async with Engine("127.0.0.1:0", name="engine", close_timeout=1) as engine:
+        yield engine
+
+
+async def settle(rounds: int = 10) -> None:
+    """Lets everything run that is due."""
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[str]:
+    """The address of somebody who listens and never says a word."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield f"127.0.0.1:{sock.getsockname()[1]}"

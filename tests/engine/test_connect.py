@@ -1,0 +1,487 @@
+"""How two engines come together, and every way in which they may not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from puppet import Puppet, puppet, stage
+
+from hixl_async import (
+    AuthenticationError,
+    ClosedError,
+    ConnectError,
+    Engine,
+    InvalidArgumentError,
+    NoRouteError,
+    PeerLostError,
+    PeerState,
+    ProtocolError,
+    StaleRegionError,
+)
+from hixl_async.control import codec
+from hixl_async.testing import EnginePair, engine_pair, until
+
+from .conftest import deaf, settle
+
+SECRET = "a secret that both of us know"
+
+
+# -- one connection for each peer
+
+
+async def test_concurrent_connects_to_one_address_are_one(engine: Engine) -> None:
+    async with Engine(name="dialler") as dialler:
+        peers = await asyncio.gather(*(dialler.connect(engine.address) for _ in range(10)))
+        assert len(set(map(id, peers))) == 1
+        assert dialler.stats().peers == engine.stats().peers == 1
+        assert await dialler.connect(engine.address) is peers[0]
+
+
+async def test_another_name_of_the_address_leads_to_the_same_peer(engine: Engine) -> None:
+    port = engine.address.rpartition(":")[2]
+    async with Engine() as dialler:
+        peer = await dialler.connect(engine.address)
+        assert await dialler.connect(f"localhost:{port}") is peer
+        assert await dialler.connect(f":{port}") is peer
+        await until(lambda: engine.stats().peers == 1)
+
+
+async def test_connecting_back_gives_the_peer_that_is_there(pair: EnginePair) -> None:
+    assert await pair.right.connect(pair.left.address) is pair.back
+    assert await pair.left.connect(pair.right.address) is pair.peer
+
+
+@pytest.mark.parametrize("round", range(5))
+async def test_both_connect_to_each_other_at_once(round: int) -> None:
+    async with Engine("127.0.0.1:0", name="a") as a, Engine("127.0.0.1:0", name="b") as b:
+        region_a, region_b = a.allocate("a", 4, access="write"), b.allocate("b", 4, access="write")
+        peer_b, peer_a = await asyncio.gather(a.connect(b.address), b.connect(a.address))
+        await asyncio.gather(
+            a.write(b"to b", await peer_b.region("b")), b.write(b"to a", await peer_a.region("a"))
+        )
+        assert bytes(memoryview(region_a)) + bytes(memoryview(region_b)) == b"to ato b"
+
+
+async def test_no_sockets_pile_up(engine: Engine) -> None:
+    async with Engine() as dialler:
+        for _ in range(20):
+            peer = await dialler.connect(engine.address)
+            await peer.aclose()
+            await until(lambda: not engine.peers)
+        await until(lambda: engine.stats().peers == 0)
+        assert dialler.stats().peers == 0
+
+
+async def test_a_thousand_small_transfers_need_one_connection(pair: EnginePair) -> None:
+    _, remote = await pair.region("kv", 8)
+    for _ in range(1000):
+        peer = await pair.left.connect(pair.right.address)
+        await pair.left.write(b"12345678", await peer.region("kv"))
+    assert pair.left.driver_stats()["shm"]["links"] == 1
+    assert pair.right.stats().peers == 1
+
+
+# -- wrong addresses
+
+
+async def test_an_engine_does_not_connect_to_itself(engine: Engine) -> None:
+    port = engine.address.rpartition(":")[2]
+    for address in (engine.address, f"localhost:{port}", f"127.0.0.1:{port}"):
+        with pytest.raises(InvalidArgumentError, match="itself|own"):
+            await engine.connect(address)
+    assert engine.stats().peers == 0
+
+
+@pytest.mark.parametrize(
+    "address", ["", "nowhere", "127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:0", 7, None, ("a", 1)]
+)
+async def test_malformed_addresses(engine: Engine, address: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="address"):
+        await engine.connect(address)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1"])
+async def test_malformed_timeouts(engine: Engine, timeout: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="timeout"):
+        await engine.connect("127.0.0.1:1", timeout=timeout)
+
+
+async def test_a_host_that_does_not_exist(engine: Engine) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"no-such-host\.invalid"):
+        await engine.connect("no-such-host.invalid:1")
+
+
+async def test_nobody_listens(engine: Engine) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        with pytest.raises(ConnectError, match=address) as caught:
+            await engine.connect(address)
+    assert caught.value.retryable
+
+
+async def test_somebody_listens_and_says_nothing(engine: Engine) -> None:
+    with deaf() as address, pytest.raises(ConnectError, match=rf"{address}.*within 0\.1 s"):
+        await engine.connect(address, timeout=0.1)
+
+
+async def test_a_caller_waits_no_longer_than_it_said_although_another_dials(engine: Engine) -> None:
+    with deaf() as address:
+        slow = asyncio.ensure_future(engine.connect(address, timeout=60))
+        await settle()
+        with pytest.raises(ConnectError, match=address):
+            await engine.connect(address, timeout=0.05)
+        slow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+
+
+async def test_the_next_caller_dials_when_the_first_gives_up(engine: Engine) -> None:
+    async with stage() as theatre:
+        first = asyncio.ensure_future(engine.connect(theatre.address))
+        actor = await theatre.puppets.get()
+        second = asyncio.ensure_future(engine.connect(theatre.address))
+        await settle()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await actor.aclose()
+        actor = await theatre.puppets.get()
+        await actor.up()
+        peer = await second
+        assert peer.state is PeerState.UP
+        await actor.aclose()
+
+
+# -- who does not belong together
+
+
+@pytest.fixture
+async def guarded() -> AsyncIterator[Engine]:
+    async with Engine("127.0.0.1:0", name="guarded", secret=SECRET, domain="red") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"secret": "some other secret", "domain": "red"}, "secret"),
+        ({"domain": "red"}, "has none"),
+        ({"secret": SECRET, "domain": "blue"}, "'blue'.*'red'|'red'.*'blue'"),
+    ],
+)
+async def test_strangers_are_refused(guarded: Engine, settings: dict[str, str], reason: str) -> None:
+    async with Engine("127.0.0.1:0", **settings) as stranger:
+        with pytest.raises(AuthenticationError, match=reason) as caught:
+            await stranger.connect(guarded.address)
+        assert not caught.value.retryable
+        with pytest.raises(AuthenticationError):
+            await guarded.connect(stranger.address)
+        async with Engine(secret=SECRET, domain="red") as friend:
+            await friend.connect(guarded.address)
+        assert stranger.stats().peers == guarded.stats().peers - len(guarded.peers) == 0
+
+
+async def test_a_secret_in_the_environment(monkeypatch: pytest.MonkeyPatch, guarded: Engine) -> None:
+    monkeypatch.setenv("HIXL_ASYNC_SECRET", SECRET)
+    async with Engine(domain="red") as friend:
+        await friend.connect(guarded.address)
+
+
+async def test_no_driver_in_common(engine: Engine) -> None:
+    async with stage(drivers=["carrier-pigeon"]) as theatre:
+        with pytest.raises(NoRouteError, match="carrier-pigeon"):
+            await engine.connect(theatre.address)
+    await until(lambda: engine.stats().peers == 0)
+
+
+@contextlib.asynccontextmanager
+async def server(answer: bytes) -> AsyncIterator[str]:
+    """Something else that listens: it answers to whatever comes, and closes."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(answer)
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening:
+        yield f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+
+HELLO = {
+    "magic": "hixl-async", "secret": False, "nonce": "0" * 64, "network": "", "directory": "",
+    "connection": "0" * 32, "socket": "abstract:" + "0" * 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "limit"),
+        (b"\0\0\0\2{}", ProtocolError, "not a valid message"),
+        (b"\xff" * 100, ProtocolError, "limit"),
+        (b"", ConnectError, "closed"),
+        (codec.frame(codec.encode("hello", {**HELLO, "versions": [99, 101]})), ProtocolError, "versions 99 to 101"),
+        (codec.frame(codec.encode("hello", {**HELLO, "magic": "x", "versions": [1, 1]})), ProtocolError, "no hixl_async"),
+    ],
+)
+async def test_something_else_listens(engine: Engine, answer: bytes, error: type[Exception], text: str) -> None:
+    async with server(answer) as address:
+        with pytest.raises(error, match=text) as caught:
+            await engine.connect(address)
+    assert address in str(caught.value)
+
+
+# -- giving up at every step
+
+Step = Callable[[Puppet], Awaitable[None]]
+
+
+async def _nothing(actor: Puppet) -> None:
+    """It has answered the handshake, and that was all."""
+
+
+async def _listening(actor: Puppet) -> None:
+    actor.start()
+    await actor.hear("link")
+
+
+async def _linked(actor: Puppet) -> None:
+    actor.start()
+    await actor.join()
+    await actor.hear("ready")
+
+
+async def _ready_without_link(actor: Puppet) -> None:
+    actor.start()
+    actor.say("ready")
+    await actor.hear("link")
+
+
+STEPS: dict[str, Step] = {
+    "established": _nothing, "listening": _listening, "linked": _linked, "ready without link": _ready_without_link,
+}  # fmt: skip
+
+
+async def _nowhere(engine: Engine) -> None:
+    """Nothing of an attempt is left."""
+    await until(lambda: engine.stats().peers == 0)
+    await until(lambda: engine.driver_stats()["shm"]["links"] == 0)
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_a_cancelled_connect_leaves_nothing(engine: Engine, step: str) -> None:
+    async with stage() as theatre:
+        connecting = asyncio.ensure_future(engine.connect(theatre.address))
+        actor = await theatre.puppets.get()
+        await STEPS[step](actor)
+        await settle()
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        await _nowhere(engine)
+
+
+@pytest.mark.parametrize("ticks", range(0, 60, 3))
+async def test_a_connect_cancelled_at_any_moment_leaves_nothing(engine: Engine, ticks: int) -> None:
+    async with Engine() as dialler:
+        connecting = asyncio.ensure_future(dialler.connect(engine.address))
+        await settle(ticks)
+        connecting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await (await connecting).aclose()
+        await _nowhere(dialler)
+        await _nowhere(engine)
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_a_connect_times_out(engine: Engine, step: str) -> None:
+    async with stage(name="slow") as theatre:
+        connecting = asyncio.ensure_future(engine.connect(theatre.address, timeout=0.3))
+        actor = await theatre.puppets.get()
+        await STEPS[step](actor)
+        with pytest.raises(ConnectError, match=theatre.address):
+            await connecting
+        await _nowhere(engine)
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_the_other_side_breaks_off(engine: Engine, step: str) -> None:
+    async with stage() as theatre:
+        connecting = asyncio.ensure_future(engine.connect(theatre.address))
+        actor = await theatre.puppets.get()
+        await STEPS[step](actor)
+        await actor.aclose()
+        with pytest.raises(ConnectError, match="broke"):
+            await connecting
+        await _nowhere(engine)
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_a_dialler_breaks_off(engine: Engine, step: str) -> None:
+    accepted = engine.accepted()
+    actor = await Puppet.dial(engine.address)
+    await STEPS[step](actor)
+    await actor.aclose()
+    await _nowhere(engine)
+    assert not accepted
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_a_dialler_that_stops_half_way_is_given_up(step: str) -> None:
+    async with Engine("127.0.0.1:0", connect_timeout=0.3) as engine:
+        actor = await Puppet.dial(engine.address)
+        await STEPS[step](actor)
+        await until(lambda: engine.stats().peers == 1)
+        await _nowhere(engine)
+        await actor.aclose()
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_close_while_somebody_is_half_way_in(step: str) -> None:
+    async with Engine("127.0.0.1:0") as engine:
+        actor = await Puppet.dial(engine.address)
+        await STEPS[step](actor)
+        await until(lambda: engine.stats().peers == 1)
+    assert engine.stats().peers == 0
+    await actor.aclose()
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_close_while_connecting(step: str) -> None:
+    async with stage() as theatre, Engine() as engine:
+        connecting = asyncio.ensure_future(engine.connect(theatre.address))
+        actor = await theatre.puppets.get()
+        await STEPS[step](actor)
+        await engine.aclose()
+        with pytest.raises(ClosedError):
+            await connecting
+        assert engine.stats().peers == 0
+
+
+# -- who has come
+
+
+async def test_accepted_peers(engine: Engine) -> None:
+    first, second = engine.accepted(), engine.accepted()
+    async with Engine(name="one") as one, Engine(name="two") as two:
+        await one.connect(engine.address)
+        await two.connect(engine.address)
+        assert [(await anext(first)).name, (await anext(first)).name] == ["one", "two"]
+        assert [peer.name async for peer in _take(second, 2)] == ["one", "two"]
+        late = engine.accepted()
+        assert late.get_nowait() is None
+        assert {peer.name for peer in engine.peers} == {"one", "two"}
+
+
+async def _take(feed: Any, count: int) -> AsyncIterator[Any]:
+    for _ in range(count):
+        yield await anext(feed)
+
+
+async def test_an_acceptor_that_is_dropped_is_forgotten(engine: Engine) -> None:
+    async with Engine() as dialler:
+        await dialler.connect(engine.address)
+        reading = asyncio.ensure_future(_first(engine))
+        await settle(3)
+        await (await dialler.connect(engine.address)).aclose()
+        await dialler.connect(engine.address)
+        await reading
+        assert not engine._acceptors
+
+
+async def _first(engine: Engine) -> Any:
+    async for peer in engine.accepted():
+        return peer
+
+
+async def test_two_tasks_may_not_share_an_acceptor(engine: Engine) -> None:
+    accepted = engine.accepted()
+    waiting = asyncio.ensure_future(accepted.get())
+    await settle(3)
+    with pytest.raises(ClosedError, match="two tasks"):
+        await accepted.get()
+    accepted.close()
+    with pytest.raises(ClosedError):
+        await waiting
+    assert [peer async for peer in accepted] == []
+
+
+async def test_a_peer_tells_who_it_is(pair: EnginePair) -> None:
+    assert pair.peer.name == "right"
+    assert pair.peer.address == pair.right.address
+    assert pair.peer.identity.incarnation == pair.right.incarnation != pair.left.incarnation
+    assert pair.peer.same_host
+    assert pair.peer.drivers == ("shm",)
+    assert repr(pair.peer) == f"<Peer 'right' {pair.right.address} up>"
+
+
+# -- the same address, another engine
+
+
+async def test_a_peer_restarts_at_the_same_address() -> None:
+    async with Engine(name="dialler") as dialler:
+        first = await Engine("127.0.0.1:0", name="decode-0").open()
+        address = first.address
+        old_region = first.allocate("kv", 4, access="write")
+        peer = await dialler.connect(address)
+        remote = await peer.region("kv")
+        await dialler.write(b"1111", remote)
+        await first.aclose()
+        async with Engine(address, name="decode-0") as second:
+            region = second.allocate("kv", 4, access="write")
+            with pytest.raises(PeerLostError):
+                dialler.write(b"2222", remote)
+            with pytest.raises(PeerLostError):
+                await peer.region("kv")
+            with pytest.raises(PeerLostError):
+                await peer.request("hixl.ping", {})
+            again = await dialler.connect(address)
+            assert again is not peer
+            assert again.identity.incarnation == second.incarnation != peer.identity.incarnation
+            with pytest.raises((PeerLostError, StaleRegionError)):
+                dialler.write(b"3333", remote)
+            await dialler.write(b"4444", await again.region("kv"))
+            assert bytes(memoryview(region)) == b"4444"
+        del old_region
+        await until(lambda: dialler.stats().peers == 0)
+
+
+async def test_a_peer_that_was_closed_here() -> None:
+    async with engine_pair() as pair:
+        _, remote = await pair.region("kv", 4)
+        lost: list[Any] = []
+        pair.back.add_lost_callback(lost.append)
+        await pair.peer.aclose()
+        await pair.peer.aclose()
+        assert pair.peer.state is PeerState.DOWN
+        with pytest.raises(ClosedError, match="closed here"):
+            await pair.peer.request("hixl.ping", {})
+        with pytest.raises(PeerLostError):
+            pair.left.write(b"1234", remote)
+        await until(lambda: lost)
+        assert isinstance(lost[0], PeerLostError)
+        assert "left" in str(lost[0])
+        late: list[Any] = []
+        pair.back.add_lost_callback(late.append)
+        await until(lambda: late)
+        again = await pair.left.connect(pair.right.address)
+        await pair.left.write(b"1234", await again.region("kv"))
+
+
+async def test_connect_is_not_fooled_by_a_peer_that_is_on_its_way_out() -> None:
+    """Between the break of its link and the goodbye that explains it a peer is no answer to `connect`."""
+    async with Engine("127.0.0.1:0", name="right") as right, puppet(right.address, address="127.0.0.1:9") as actor:
+        await until(lambda: right.peers)
+        assert actor.link is not None
+        actor.link.theirs[152] = 1  # gone
+        actor.link.ring()
+        await until(lambda: not right.peers)
+        with pytest.raises(ConnectError):
+            await right.connect("127.0.0.1:9")
