@@ -727,7 +727,7 @@ cdef class Core(Hub):
 
 
 cdef inline bint _overlap(uint64_t start, uint64_t size, uint64_t other, uint64_t length) noexcept:
-    return start < other + length and other < start + size
+    return size != 0 and start < other + length and other < start + size
 
 
 cdef bint _touches_remote(Transfer transfer, Memory memory, uint64_t start, uint64_t size) noexcept:

@@ -97,9 +97,10 @@ cdef class Transfer:
 
     def __next__(self):
         cdef PyObject *value
-        cdef PySendResult sent = _transfer_send(<PyObject *>self, NULL, &value)
-        if sent == PYGEN_ERROR:
+        cdef PySendResult sent
+        if self.outcome == FAILED or self.outcome == CANCELLED:
             self._raise()
+        sent = _transfer_send(<PyObject *>self, NULL, &value)
         result = <object>value
         Py_DECREF(result)
         if sent == PYGEN_RETURN:

@@ -472,7 +472,7 @@ class Engine(Core):
                 self._identity(),
                 secret=self.config.secret,
                 unix_dir=self.config.unix_dir,
-                timeout=max(0, round(until - self.loop.time(), 3)),  # it is shown to people
+                timeout=max(0, round(until - self.loop.time(), 2)),  # it is shown to people
             )
         )
         self._dialling.add(dialling)

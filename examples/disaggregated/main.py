@@ -56,7 +56,7 @@ def main() -> int:
     console = Console(quiet=options.quiet)
     try:
         console.line(
-            "A model prefills in process P; layer by layer, its keys and values go to process D, which decodes."
+            "A model prefills in process P; layer by layer, its keys and values (K/V) go to process D, which decodes."
         )
         try:
             checkpoint = load_model(options, console)
@@ -83,6 +83,7 @@ def main() -> int:
         console.fail("Interrupted. All processes have ended.")
         return INTERRUPTED
     if identical:
+        console.line()
         console.result("IDENTICAL: every token, every bit of the logits, every byte of K/V.")
     return IDENTICAL if identical else FAILED
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import TextIOWrapper
 from itertools import zip_longest
 from shutil import get_terminal_size
@@ -16,7 +16,7 @@ from timeline import Track
 from tokenizer import TextStream, Tokenizer
 
 _WIDTH = 100  # of a line, at most
-_LABEL, _COLUMN = 40, 20  # of a table
+_LABEL, _COLUMN = 38, 22  # of a table
 
 
 class Console:
@@ -101,42 +101,6 @@ class Typewriter:
         self._console.piece(f"{self._text.finish()}\n")
 
 
-class Comparison(NamedTuple):
-    """How much of something is the same in two answers."""
-
-    what: str
-    same: str
-    """What it is called if it is the same."""
-    total: int
-    different: list[int]
-    """The positions at which it is not."""
-
-    @property
-    def identical(self) -> bool:
-        return self.total > 0 and not self.different
-
-    def __str__(self) -> str:
-        text = f"{self.what:<12}{self.total - len(self.different)} of {self.total} {self.same}"
-        return text if self.identical else f"{text}: DIFFERENT from number {self.different[0] + 1} on"
-
-
-def compare(run: Run, alone: Run) -> list[Comparison]:
-    """Compares an answer of P and D with the reference's, which may be longer if more was asked for."""
-    found, expected = run.steps, alone.steps[: run.max_tokens]
-    kv = alone.reports["reference"].kv
-    return [
-        _compare("tokens", "equal", [step.token for step in found], [step.token for step in expected]),
-        _compare("logits", "bit-identical", [step.logits for step in found], [step.logits for step in expected]),
-        _compare("K/V of P", "layers identical byte for byte", run.reports["P"].kv, kv),
-        _compare("K/V at D", "layers identical byte for byte", run.reports["D"].kv, kv),
-    ]
-
-
-def _compare(what: str, same: str, found: Sequence[object], expected: Sequence[object]) -> Comparison:
-    pairs = list(zip_longest(found, expected))
-    return Comparison(what, same, len(pairs), [place for place, (one, other) in enumerate(pairs) if one != other])
-
-
 Column = dict[str, str]
 """Figures, by what they are."""
 
@@ -154,8 +118,6 @@ def timing(run: Run, *, expected_exposed: str = "") -> Column:
     }
     if further:
         column["time to second token"] = milliseconds(run.heard_ns[1] - run.asked_ns)
-    if transfers := run.timeline.on(Track.TRANSFER):
-        column["each layer's transfer"] = milliseconds(median(span.end_ns - span.start_ns for span in transfers))
     if (exposed := run.timeline.exposed_ns()) is not None:
         column["  transfer exposed after the prefill"] = milliseconds(exposed)
     if expected_exposed:
@@ -168,14 +130,69 @@ def timing(run: Run, *, expected_exposed: str = "") -> Column:
     return column
 
 
-def table(columns: Mapping[str, Column]) -> str:
-    """Columns side by side, below their names. The first one decides on the order of the rows."""
-    rows = dict.fromkeys(row for column in columns.values() for row in column)
-    lines = [" " * _LABEL + "".join(f"{name:>{_COLUMN}}" for name in columns)]
-    for row in rows:
-        cells = "".join(f"{column.get(row, ''):>{_COLUMN}}" for column in columns.values())
-        lines.append(f"{row:<{_LABEL}}{cells}".rstrip())
+def traffic(run: Run) -> Column:
+    """What P sent to D, and where it lay: in blocks in no order at all, and in others on the two sides."""
+    sent = run.reports["P"]
+    transfers = run.timeline.on(Track.TRANSFER)
+    return {
+        "K/V sent": size(sent.transferred),
+        "  per layer": f"{size(sent.transferred / len(sent.kv))} in {sent.transfers / len(sent.kv):g} transfer",
+        "  time under way, per layer": milliseconds(median(span.end_ns - span.start_ns for span in transfers)),
+        "  from P's blocks": _blocks(sent.blocks),
+        "  to D's blocks": _blocks(run.reports["D"].blocks),
+    }
+
+
+def _blocks(table: Sequence[int]) -> str:
+    shown = 3
+    return ", ".join(map(str, table[:shown])) + (", ..." if len(table) > shown else "")
+
+
+class Comparison(NamedTuple):
+    """How much of something is the same in two answers."""
+
+    what: str
+    total: int
+    different: list[int]
+    """The positions at which it is not."""
+
+    @property
+    def identical(self) -> bool:
+        return self.total > 0 and not self.different
+
+    def __str__(self) -> str:
+        same = f"{self.total - len(self.different)} of {self.total}"
+        return same if self.identical else f"{same}, DIFFERENT"
+
+
+def compare(run: Run, alone: Run) -> list[Comparison]:
+    """Compares an answer of P and D with the reference's, which may be longer if more was asked for."""
+    found, expected = run.steps, alone.steps[: run.max_tokens]
+    kv = alone.reports["reference"].kv
+    return [
+        _compare("tokens equal", [step.token for step in found], [step.token for step in expected]),
+        _compare("logits bit-identical", [step.logits for step in found], [step.logits for step in expected]),
+        _compare("K/V bytes identical in P (layers)", run.reports["P"].kv, kv),
+        _compare("K/V bytes identical in D (layers)", run.reports["D"].kv, kv),
+    ]
+
+
+def _compare(what: str, found: Sequence[str | int], expected: Sequence[str | int]) -> Comparison:
+    pairs = list(zip_longest(found, expected))
+    return Comparison(what, len(pairs), [place for place, (one, other) in enumerate(pairs) if one != other])
+
+
+def table(names: Sequence[str], *groups: Sequence[Column]) -> str:
+    """Groups of rows, each with a column below each of the names. The first column decides on the order of rows."""
+    lines = [_row("", names)]
+    for columns in groups:
+        rows = dict.fromkeys(row for column in columns for row in column)
+        lines += ["", *(_row(row, [column.get(row, "") for column in columns]) for row in rows)]
     return "\n".join(lines)
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
+    return (f"{label:<{_LABEL}}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)).rstrip()
 
 
 def milliseconds(nanoseconds: float) -> str:

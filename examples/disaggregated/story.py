@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fleet import Fleet
 from messages import Settings
 from model import blocks_needed
-from report import Console, Typewriter, compare, milliseconds, size, table, timing
+from report import Column, Console, Typewriter, compare, milliseconds, size, table, timing, traffic
 from router import Router, Run
 from timeline import Timeline, Track, draw
 from tokenizer import Tokenizer
@@ -97,6 +97,8 @@ class Story:
         :raises Failed: if one of the processes fails.
         :raises OSError: if the picture or the trace cannot be written.
         """
+        paced: list[Run] = []
+        link = f"over driver {self._options.driver}"
         async with hx.Engine("127.0.0.1:0", name="router", drivers=[self._options.driver]) as engine:
             settings = self._settings(engine.address)
             self._console.progress("three processes start and map the model")
@@ -106,11 +108,10 @@ class Story:
             longest = max(answers, key=lambda pair: len(pair.together.prompt))
             if self._options.pace:
                 wire = self._wire_for(longest.together)
+                link = f"over a paced link of {size(wire.bytes_per_second)}/s"
                 paced = await self._pace(engine, settings, longest, wire)
-                self._draw(paced, f"over a paced link of {size(wire.bytes_per_second)}/s")
-            else:
-                paced = []
-                self._draw([longest.together], f"over {self._options.driver}")
+        self._console.heading("Files")
+        self._draw(paced or [longest.together], link)
         self._write_trace([*(pair.together for pair in answers), *paced])
         return self._identical
 
@@ -147,14 +148,14 @@ class Story:
         alone = await router.alone(prompt, tokens)
         together.timeline.title = f"{len(prompt)} tokens, streamed as fast as it goes"
         console.line()
-        console.line(table({"P and D": timing(together), "one process": timing(alone)}))
-        console.line()
-        self._judge("P and D, compared with one process", together, alone)
-        sent = together.reports["P"]
         console.line(
-            f"  sent        {size(sent.transferred)}, with {sent.transfers / self._layers:g} transfer per layer"
+            table(
+                ["P and D", "one process"],
+                [timing(together), timing(alone)],
+                [self._judge("P and D", together, alone)],
+                [traffic(together)],
+            )
         )
-        console.line(f"  blocks      {_blocks(sent.blocks)} of P, to {_blocks(together.reports['D'].blocks)} of D")
         return Answers(together, alone)
 
     def _wire_for(self, run: Run) -> Wire:
@@ -184,17 +185,21 @@ class Story:
             streamed = await self._paced(router, together.prompt, streamed=True)
             after = await self._paced(router, together.prompt, streamed=False)
         console.line()
+        at_most, all_layers = wire.exposed_ns(self._layers), self._layers * wire.layer_ns
         console.line(
             table(
-                {
-                    "streamed": timing(streamed, expected_exposed=f"up to {milliseconds(wire.exposed_ns(self._layers))}"),
-                    "after the prefill": timing(after, expected_exposed=milliseconds(self._layers * wire.layer_ns)),
-                }
+                ["streamed", "after the prefill"],
+                [
+                    timing(streamed, expected_exposed=f"up to {milliseconds(at_most)}"),
+                    timing(after, expected_exposed=milliseconds(all_layers)),
+                ],
+                [
+                    self._judge("streamed over a paced link", streamed, alone),
+                    self._judge("after the prefill", after, alone),
+                ],
+                [traffic(streamed), traffic(after)],
             )
         )
-        console.line()
-        self._judge("Streamed, compared with one process", streamed, alone)
-        self._judge("Sent after the prefill, compared with one process", after, alone)
         return [streamed, after]
 
     async def _paced(self, router: Router, prompt: list[int], *, streamed: bool) -> Run:
@@ -214,15 +219,16 @@ class Story:
         arrived = count(1)
         return lambda _layer: self._console.progress(what, f"({next(arrived)} of {self._layers} layers are at D)")
 
-    def _judge(self, title: str, run: Run, alone: Run) -> None:
+    def _judge(self, name: str, run: Run, alone: Run) -> Column:
+        """Compares an answer with the reference's; all have to be the same for the demo to succeed."""
         comparisons = compare(run, alone)
-        self._console.line(f"{title}:")
-        for comparison in comparisons:
-            self._console.line(f"  {comparison}")
         for comparison in comparisons:
             if not comparison.identical:
                 self._identical = False
-                self._console.fail(f"{title}: {comparison}")
+                self._console.fail(
+                    f"{name}: {comparison.what}: {comparison} from number {comparison.different[0] + 1} on"
+                )
+        return {comparison.what: str(comparison) for comparison in comparisons}
 
     def _draw(self, runs: Sequence[Run], link: str) -> None:
         prompt, sent = len(runs[0].prompt), runs[0].reports["P"].transferred
@@ -244,9 +250,4 @@ class Story:
     def _save(self, name: str, content: str, what: str) -> None:
         path = self._options.out / name
         path.write_text(content, encoding="utf-8")
-        self._console.line(f"{path}  {what}")
-
-
-def _blocks(table: Sequence[int]) -> str:
-    """The first few of a block table."""
-    return ", ".join(map(str, table[:6])) + (", ..." if len(table) > 6 else "")
+        self._console.line(f"{path}: {what}")

@@ -14,9 +14,9 @@ from .connection import Connection
 from .handshake import Established, Leg, Send, Sight
 from .identity import Identity
 from .listener_handshake import ListenerHandshake
-from .process import Credentials, LocalUser, peer_credentials, start_time
+from .process import Credentials, peer_credentials
 from .refusal import refusal
-from .rendezvous import RendezvousName, Scope, admit_descriptors
+from .rendezvous import RendezvousName, admit_descriptors
 from .secret import Secret
 
 __all__ = ["Answer", "refuse"]
@@ -34,9 +34,10 @@ class Answer:
     """Answers one dialler; owns its sockets until they are handed to a connection."""
 
     def __init__(
-        self, sock: socket.socket, identity: Identity, secret: Secret, scope: Scope, name: RendezvousName
+        self, sock: socket.socket, identity: Identity, secret: Secret, sight: Sight, name: RendezvousName
     ) -> None:
         """
+        :param sight: what we see whoever dials; the TCP connection is added here.
         :raises PeerLostError: if the dialler is gone already.
         """
         try:
@@ -47,8 +48,7 @@ class Answer:
         self._owned: set[TcpChannel | UnixChannel] = {self._tcp}
         self._in_use: TcpChannel | UnixChannel = self._tcp
         self._joined: asyncio.Future[_Joined] = asyncio.get_running_loop().create_future()
-        sight = Sight(scope, LocalUser.current(), start_time(), path)
-        self._handshake = ListenerHandshake(identity, secret, sight, name)
+        self._handshake = ListenerHandshake(identity, secret, sight._replace(tcp_path=path), name)
 
     @property
     def connection_id(self) -> str:

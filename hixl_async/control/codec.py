@@ -21,6 +21,7 @@ from ..errors import ProtocolError
 __all__ = [
     "ESTABLISHED_LIMIT",
     "HANDSHAKE_LIMIT",
+    "MAX_CONTAINERS",
     "MAX_DEPTH",
     "FrameDecoder",
     "Message",
@@ -36,6 +37,9 @@ ESTABLISHED_LIMIT = 64 << 10
 HANDSHAKE_LIMIT = 4 << 10
 #: Deepest nesting of a message, its own two levels included.
 MAX_DEPTH = 16
+#: Most objects and lists in a message; counted before it is read, which is why brackets inside of strings count as well.
+#: Reading time depends on them more than on the length: 64 KiB of empty objects would take ten times as long as of text.
+MAX_CONTAINERS = 2048
 
 _INTEGERS = range(-(1 << 63), 1 << 64)
 _KIND = re.compile(r"[a-z][a-z0-9_.-]{0,31}")
@@ -56,20 +60,22 @@ def encode(kind: str, body: dict[str, Any], limit: int = ESTABLISHED_LIMIT) -> b
     """Writes a message, always in the same way: keys sorted, no white space.
 
     :raises ProtocolError: if `kind` is no short lower-case word, `body` is not plain JSON (finite floats, integers of
-        64 bits, string keys, at most `MAX_DEPTH` levels), or the message is longer than `limit` bytes.
+        64 bits, string keys), is nested more than `MAX_DEPTH` levels deep, has more than `MAX_CONTAINERS` objects and
+        lists, or makes the message longer than `limit` bytes.
     """
     if not isinstance(kind, str) or not _KIND.fullmatch(kind):
         raise ProtocolError(f"a message kind is a short lower-case word, not {kind!r}")
     if not isinstance(body, dict):
         raise ProtocolError(f"the body of {kind!r} must be a dict, not {type(body).__name__}")
     _check(body, 2)
-    text = json.dumps({"body": body, "kind": kind}, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
     try:
-        data = text.encode()
+        data = _ENCODER.encode({"body": body, "kind": kind}).encode()
     except UnicodeEncodeError:
         raise ProtocolError(f"the body of {kind!r} holds half a surrogate pair, which UTF-8 cannot carry") from None
     if len(data) > limit:
         raise ProtocolError(f"a {kind!r} message of {len(data)} bytes is over the limit of {limit}")
+    if _containers(data) > MAX_CONTAINERS:
+        raise ProtocolError(f"a {kind!r} message holds more than {MAX_CONTAINERS} objects and lists")
     return data
 
 
@@ -77,10 +83,14 @@ def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
     """Reads a message.
 
     :raises ProtocolError: if `data` is longer than `limit` or is no valid message: not UTF-8, not JSON, not an object
-        of exactly ``kind`` and ``body``, a key twice, nested too deeply, a number that is not finite or beyond 64 bits.
+        of exactly ``kind`` and ``body``, a key twice, nested too deeply, too many objects and lists, a number that is
+        not finite or beyond 64 bits.
     """
     if len(data) > limit:
         raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {limit}")
+    containers = _containers(data)
+    if containers > MAX_CONTAINERS:
+        raise ProtocolError(f"a message holds more than {MAX_CONTAINERS} objects and lists")
     try:
         text = data.decode()
         value = (_CAREFUL if _LARGE_NUMBER.search(text) else _PLAIN).decode(text)
@@ -95,7 +105,7 @@ def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
         raise ProtocolError("not a valid message: its kind must be a short lower-case word")
     if not isinstance(body, dict):
         raise ProtocolError(f"not a valid message: the body of {kind!r} must be an object")
-    if data.count(b"{") + data.count(b"[") > MAX_DEPTH and _deep(body):
+    if containers > MAX_DEPTH and _deep(body):
         raise ProtocolError(f"a message may be nested {MAX_DEPTH} levels deep, not more")
     return Message(kind, body)
 
@@ -204,6 +214,10 @@ def _check_depth(depth: int) -> None:
         raise ProtocolError(f"a message may be nested {MAX_DEPTH} levels deep, not more")
 
 
+def _containers(data: bytes) -> int:
+    return data.count(b"{") + data.count(b"[")
+
+
 def _deep(body: dict[str, Any]) -> bool:
     """True if `body` is nested too deeply; level by level, which is three times as fast as one after the other."""
     level: list[Any] = [body]
@@ -243,6 +257,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 # Looking at every number costs as much again as reading the whole message; only these can be out of range.
 _LARGE_NUMBER = re.compile(r"[0-9]{19}|[0-9][eE]")
 _PLAIN = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
-from ..errors import ConnectError, HixlError, InvalidArgumentError, PeerLostError
+from ..errors import BusyError, ConnectError, HixlError, InvalidArgumentError, PeerLostError
 from ..types import Address
 from . import waiting
 from .channel import TcpChannel, UnixChannel
@@ -18,6 +19,9 @@ from .rendezvous import Scope
 from .secret import Secret
 
 __all__ = ["dial"]
+
+# Bounds of the pause before a listener that has too many visitors is dialled again, in seconds.
+_BUSY_RETRY = (0.05, 0.2)
 
 
 async def dial(
@@ -46,7 +50,14 @@ async def dial(
     call = _Call(address, identity, Secret(secret), unix_dir)
     try:
         async with asyncio.timeout(timeout):
-            established = await call.run()
+            while True:
+                try:
+                    established = await call.run()
+                    break
+                except BusyError:
+                    call.close()
+                    call.step = "it is busy"
+                    await asyncio.sleep(random.uniform(*_BUSY_RETRY))
         if expect is not None:
             expect(established.identity)
         return call.connection(established)
@@ -123,3 +134,4 @@ class _Call:
         """Closes what was not handed over."""
         for channel in self._owned.values():
             channel.close()
+        self._owned.clear()

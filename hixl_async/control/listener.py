@@ -11,7 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Self
 
-from ..errors import AddressInUseError, ConnectError, HixlError, InvalidArgumentError, ProtocolError
+from ..errors import AddressInUseError, BusyError, ConnectError, HixlError, InvalidArgumentError, ProtocolError
 from ..types import Address
 from . import waiting
 from .answer import Answer, refuse
@@ -19,7 +19,9 @@ from .channel import UnixChannel
 from .connection import Connection
 from .door import Door
 from .fields import connection_of
+from .handshake import Sight
 from .identity import Identity
+from .process import LocalUser, start_time
 from .rendezvous import Rendezvous, Scope
 from .secret import Secret
 
@@ -30,6 +32,7 @@ _log = logging.getLogger("hixl_async.control")
 _BACKLOG = 1024
 # A handshake takes a few milliseconds of everybody's time; when others wait, this is all that one may have.
 _PATIENCE = 0.25
+_TOO_MANY = BusyError("too many handshakes at once, or the listener closes")
 
 
 class Listener:
@@ -40,7 +43,7 @@ class Listener:
         identity_factory: Callable[[], Identity],
         *,
         secret: Secret,
-        scope: Scope,
+        sight: Sight,
         handshake_timeout: float,
         max_handshakes: int,
         on_connection: Callable[[Connection], None],
@@ -51,7 +54,7 @@ class Listener:
         self.address: Address | None = None
         self._identity_factory = identity_factory
         self._secret = secret
-        self._scope = scope
+        self._sight = sight
         self._handshake_timeout = handshake_timeout
         self._max_handshakes = max_handshakes
         self._on_connection = on_connection
@@ -93,7 +96,7 @@ class Listener:
         self = cls(
             identity_factory,
             secret=Secret(secret),
-            scope=Scope.current(unix_dir),
+            sight=Sight(Scope.current(unix_dir), LocalUser.current(), start_time(), tcp_path=""),
             handshake_timeout=handshake_timeout,
             max_handshakes=max_handshakes,
             on_connection=on_connection,
@@ -153,7 +156,7 @@ class Listener:
         assert self._rendezvous is not None
         answer: Answer | None = None
         try:
-            answer = Answer(sock, self._identity_factory(), self._secret, self._scope, self._rendezvous.name)
+            answer = Answer(sock, self._identity_factory(), self._secret, self._sight, self._rendezvous.name)
             self._answers[answer.connection_id] = answer
             async with self._in_time():
                 connection = await answer.run()
@@ -162,6 +165,10 @@ class Listener:
                 answer.refuse(error)
             self._report(error)
             return
+        except asyncio.CancelledError:
+            if answer is not None:
+                answer.refuse(_TOO_MANY)
+            raise
         finally:
             if answer is None:
                 sock.close()
@@ -188,6 +195,9 @@ class Listener:
             refuse(channel, error)
             channel.close()
             self._report(error)
+        except asyncio.CancelledError:
+            refuse(channel, _TOO_MANY)
+            raise
 
     @contextlib.asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:

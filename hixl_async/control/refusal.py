@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ..errors import AuthenticationError, ConnectError, HixlError, InvalidArgumentError, ProtocolError
+from ..errors import AuthenticationError, BusyError, ConnectError, HixlError, InvalidArgumentError, ProtocolError
 from . import codec
 from .fields import printable
 
 __all__ = ["raise_if_refusal", "refusal"]
 
 _KINDS: dict[str, type[HixlError]] = {
-    kind.code: kind for kind in (AuthenticationError, ProtocolError, InvalidArgumentError, ConnectError)
+    kind.code: kind for kind in (AuthenticationError, BusyError, ConnectError, InvalidArgumentError, ProtocolError)
 }
 
 

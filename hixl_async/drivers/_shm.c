@@ -12,8 +12,8 @@
  *   pending_notes   notifications per link that may wait for room            default 1024
  *   nowait          0: read doorbells as on kernels before 6.4               default: what the kernel can
  */
-#include "shm/shm.h"
 #include "hxa_module.h"
+#include "shm/shm.h"
 
 #include <sched.h>
 #include <stdio.h>
@@ -23,7 +23,7 @@
 
 _Static_assert(sizeof(void *) == 8, "offsets and addresses share 64-bit words");
 
-/* ---- options ---------------------------------------------------------------------------------------------------------- */
+/* ---- options --------------------------------------------------------------------------------------------------------- */
 
 typedef struct setting { const char *key; uint64_t least, most, value; } setting;
 
@@ -61,9 +61,10 @@ static int parse(const hxa_option *option, setting *settings, size_t n, char *er
     return -HXA_E_INVALID;
 }
 
-/* ---- life ------------------------------------------------------------------------------------------------------------- */
+/* ---- life ------------------------------------------------------------------------------------------------------------ */
 
-static int shm_open_instance(const hxa_option *options, size_t n, const hxa_sink *sink, hxa_instance **made, char *error, size_t error_len) {
+static int shm_open_instance(const hxa_option *options, size_t n, const hxa_sink *sink, hxa_instance **made, char *error,
+                             size_t error_len) {
     enum { THREADS, INLINE, CHUNK, STREAM, RING, PENDING, NOWAIT, SETTINGS };
     const uint64_t cores = cpus();
     setting settings[SETTINGS] = {
@@ -131,11 +132,12 @@ static void shm_limits(hxa_instance *self, hxa_limits *out) {
 
 static void shm_stats(hxa_instance *self, hxa_stats *out) {
     uint64_t *to = (uint64_t *)(void *)out;
-    const uint64_t *loop = (const uint64_t *)(const void *)&self->loop, *others = (const uint64_t *)(const void *)&self->others;
+    const uint64_t *loop = (const uint64_t *)(const void *)&self->loop;
+    const uint64_t *others = (const uint64_t *)(const void *)&self->others;
     for (size_t i = 0; i < sizeof *out / sizeof *to; i++) to[i] = shm_load(&loop[i]) + shm_load(&others[i]);
 }
 
-/* ---- texts ------------------------------------------------------------------------------------------------------------ */
+/* ---- texts ----------------------------------------------------------------------------------------------------------- */
 
 /* strerror_r comes in two kinds. */
 static const char *describe(int error, char *space, size_t size) {
@@ -152,13 +154,13 @@ static const char *shm_error_text(int32_t status, int32_t native) {
         [HXA_E_INVALID] = "malformed argument",
         [HXA_E_RANGE] = "outside the memory, or a notification longer than the link allows",
         [HXA_E_RIGHTS] = "the memory's rights forbid it",
-        [HXA_E_UNSUPPORTED] = "the shm driver cannot do that (signals need a region made by allocate, memory must be host memory)",
+        [HXA_E_UNSUPPORTED] = "the shm driver cannot do that (signals need a region made by allocate, in host memory)",
         [HXA_E_NOMEM] = "memory, descriptors, threads or address space ran out",
         [HXA_E_BUSY] = "too many notifications wait for the peer to read, or a fence is already under way",
         [HXA_E_LINK] = "the link is down, stopped or fenced, or the peer is gone",
         [HXA_E_CANCELLED] = "cancelled before all of it was done",
         [HXA_E_TIMEOUT] = "timed out",
-        [HXA_E_PROTOCOL] = "what the peer sent makes no sense: a card, segment or ring that no shm driver of this version makes",
+        [HXA_E_PROTOCOL] = "what the peer sent makes no sense: no shm driver of this version makes such a card, segment or ring",
         [HXA_E_SYSTEM] = "the operating system refused",
     };
     static _Thread_local char text[400];
@@ -169,20 +171,21 @@ static const char *shm_error_text(int32_t status, int32_t native) {
     const char *reason = describe(native, space, sizeof space);
     if (status == HXA_E_RIGHTS && native == ESRCH) {
         snprintf(text, sizeof text, "the peer's registered memory can't be reached: its process has no number here (another pid "
-                 "namespace) or is not the one that the control connection names; use a region made by allocate (errno %d)", native);
+                 "namespace) or is not the one that the control connection names; use a region made by allocate (errno %d)",
+                 native);
     } else if (status == HXA_E_RIGHTS) {
-        snprintf(text, sizeof text, "the kernel forbids process_vm_readv/writev to the peer's registered memory (%s): it is another "
-                 "user's process, not dumpable, or kernel.yama.ptrace_scope or a container's seccomp filter forbids it; use a region "
-                 "made by allocate (errno %d)", reason, native);
+        snprintf(text, sizeof text, "the peer's registered memory can't be reached by process_vm_readv/writev (%s): it is another "
+                 "user's process, or not dumpable, or kernel.yama.ptrace_scope or a container's seccomp filter forbids it; use a "
+                 "region made by allocate (errno %d)", reason, native);
     } else if (status == HXA_E_RANGE && native == EFAULT) {
-        snprintf(text, sizeof text, "an address of the registered memory is not mapped any more, or read-only (errno %d)", native);
+        snprintf(text, sizeof text, "an address of registered memory is not mapped any more, or read-only (errno %d)", native);
     } else {
         snprintf(text, sizeof text, "%s: %s (errno %d)", texts[status], reason, native);
     }
     return text;
 }
 
-/* ---- the table -------------------------------------------------------------------------------------------------------- */
+/* ---- the table ------------------------------------------------------------------------------------------------------- */
 
 static const hxa_driver shm_driver = {
     .abi = HXA_DRIVER_ABI,

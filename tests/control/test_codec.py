@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from typing import Any
@@ -52,10 +53,8 @@ def test_what_is_encoded_is_decoded(kind: str, body: dict[str, Any]) -> None:
 
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
-    try:
+    with contextlib.suppress(ProtocolError):
         codec.decode(data)
-    except ProtocolError:
-        pass
 
 
 @given(kinds, bodies, st.data())
@@ -73,10 +72,8 @@ def test_an_altered_message_is_another_message_or_a_protocol_error(
 
 @given(st.text(max_size=200) | st.from_regex(r'\{"(kind|body)":[-+\[\]{}0-9eE.,"a-zA-Z\\]*'))
 def test_any_text_is_a_message_or_a_protocol_error(value: str) -> None:
-    try:
+    with contextlib.suppress(ProtocolError):
         codec.decode(value.encode("utf-8", "surrogatepass"))
-    except ProtocolError:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -111,9 +108,10 @@ def test_any_text_is_a_message_or_a_protocol_error(value: str) -> None:
         (b'{"kind":"x","body":{}}{"kind":"x","body":{}}', "Extra data"),
         (b"\xef\xbb\xbf" + b'{"kind":"x","body":{}}', "Expecting value"),
         (b'{"kind":"x","body":{"a":"\n"}}', "control character"),
-        (b'{"kind":"x","body":{"a":' + b"[" * 5000 + b"]" * 5000 + b"}}", "nested"),
+        (b'{"kind":"x","body":{"a":' + b"[" * 2000 + b"]" * 2000 + b"}}", "nested"),
         (b'{"kind":"x","body":' + b'{"a":' * 60 + b"1" + b"}" * 60 + b"}", "nested"),
-        (b"[" * 60000, "nested"),
+        (b"[" * 60000, "more than 2048 objects"),
+        (b'{"kind":"x","body":{"a":[' + b"{}," * 2046 + b"{}]}}", "more than 2048 objects"),
     ],
 )
 def test_what_is_no_message(raw: bytes, words: str) -> None:
@@ -140,6 +138,8 @@ def test_what_is_no_message(raw: bytes, words: str) -> None:
         ("x", {"a": object()}, "object"),
         ("x", {"a": "\ud800"}, "surrogate"),
         ("x", nested(codec.MAX_DEPTH + 1), "nested"),
+        ("x", {"a": [[]] * codec.MAX_CONTAINERS}, "more than 2048 objects"),
+        ("x", {"a": [{}] * codec.MAX_CONTAINERS}, "more than 2048 objects"),
         ("x", {"a": "x" * codec.ESTABLISHED_LIMIT}, "over the limit"),
     ],
 )
@@ -172,6 +172,11 @@ def test_both_directions_agree_on_length() -> None:
     assert codec.decode(data, limit=100).kind == "x"
     with pytest.raises(ProtocolError, match="100 bytes is over the limit of 99"):
         codec.decode(data, limit=99)
+
+
+def test_both_directions_agree_on_the_number_of_containers() -> None:
+    body = {"a": [{}] * (codec.MAX_CONTAINERS - 3)}
+    assert codec.decode(codec.encode("x", body)).body == body
 
 
 def test_tuples_are_lists() -> None:
@@ -226,15 +231,14 @@ class TestSeal:
         with pytest.raises(ProtocolError, match="seal"):
             codec.Seal(b"key").open(bytes(sealed))
 
-    @pytest.mark.parametrize(
-        "order", [(1,), (0, 0), (0, 2), (1, 0)], ids=["dropped", "repeated", "skipped", "reordered"]
-    )
+    @pytest.mark.parametrize("order", [(1,), (0, 0), (0, 2)], ids=["first dropped", "repeated", "skipped"])
     def test_shows_what_is_missing_or_moved(self, order: tuple[int, ...]) -> None:
         sending, receiving = codec.Seal(b"key"), codec.Seal(b"key")
         sealed = [sending.close(message) for message in (b"a", b"b", b"c")]
+        for index in order[:-1]:
+            receiving.open(sealed[index])
         with pytest.raises(ProtocolError, match="seal"):
-            for index in order:
-                receiving.open(sealed[index])
+            receiving.open(sealed[order[-1]])
 
     @pytest.mark.parametrize("data", [b"", b"short", b"x" * 15, b"x" * 16])
     def test_shows_what_is_too_short(self, data: bytes) -> None:

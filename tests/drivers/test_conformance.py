@@ -645,6 +645,28 @@ def test_cancel_a_note_that_waits_for_room(pair) -> None:
             op.ok(left, right)
 
 
+@pytest.mark.needs("CANCEL", "NOTIFY")
+def test_nothing_keeps_a_loop_busy_after_all_waiting_notes_are_cancelled(pair) -> None:
+    left, right = pair
+    waiting, n = [], 0
+    while not waiting and n < 100_000:
+        op = left.note(b"n", bytes(1000))
+        n += 1
+        if not op.released:
+            waiting.append(op)
+    if not waiting:
+        pytest.skip("the driver takes any number of notifications")
+    assert left.cancel(waiting[0]) == 1
+    assert waiting[0].wait(left) == vt.CANCELLED
+    right.instance.until(lambda: len(right.notes()) == n - 1, right)
+    polls = 0
+    while left.poll() or right.poll():
+        polls += 1
+        assert polls < 1000
+    left.note(b"n", b"").ok(left)
+    right.instance.until(lambda: len(right.notes()) == n, right)
+
+
 @pytest.mark.needs("CANCEL", "ALLOC")
 def test_cancel_too_late(world: World) -> None:
     world.make(1 << 20)

@@ -128,7 +128,7 @@ def test_programs(driver: vt.CDriver, program: list[Step], threads: int, small: 
     options: dict[str, str] = {}
     if driver.name == b"shm":  # many chunks, a ring that fills
         options = {"threads": str(threads), "ring_bytes": "4096", "pending_notes": "4"}
-        options |= {"chunk_bytes": "4096", "inline_bytes": "1000"} if small else {}
+        options |= {"chunk_bytes": "4096", "inline_bytes": "1000", "stream_bytes": "2000"} if small else {}
     with vt.Instance(driver, options) as a, vt.Instance(driver, options) as b:
         links = vt.join(a, b)
         sides = []

@@ -70,6 +70,19 @@ def test_smallest_ring_wraps_many_times(open_instance, size: int, n: int) -> Non
     assert [int(text.rstrip(b"\0")) for _, text in right.notes()] == list(range(n))
 
 
+@pytest.mark.parametrize("shift", [0, 1, 15, 16, 63, 64])
+def test_streaming_copies(open_instance, shift: int) -> None:
+    """Past the caches: every alignment, sizes around a line and around the least that is streamed."""
+    world = World(*open_instance.pair(stream_bytes=0), size=300_000)
+    model = bytearray(world.size)
+    for at, size in enumerate([1, 1023, 1024, 1025, 1024 + 63, 1024 + 64, 4096, 70_001, 200_000]):
+        world.write(at, shift, size).ok()
+        model[shift : shift + size] = world.here.view[at : at + size]
+        assert world.there.view == model
+        world.read(shift, at + 1, size).ok()
+        assert world.here.view[shift : shift + size] == model[at + 1 : at + 1 + size]
+
+
 # ---- segments ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,9 @@
 /* Moving bytes.  Small batches are copied by the loop inside submit; larger ones go to the copy threads (workers.c). */
 #include "shm.h"
 
+#include <fcntl.h>
 #include <poll.h>
+#include <stdio.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -60,12 +62,28 @@ uint64_t shm_progress(hxa_link *link, const hxa_op *op) {
     return shm_load(&op->bytes);
 }
 
-/* ---- memory that was registered where it lies: process_vm_* ----------------------------------------------------------- */
+/* ---- memory that was registered where it lies: process_vm_* ---------------------------------------------------------- */
+
+/* Does the process run as our user?  Another user's could make us wait at page faults of its making, even where we are root and
+ * the kernel would let us in.  The owner of /proc/PID won't do: it is root for who made himself undumpable. */
+static int same_user(pid_t pid) {
+    char path[40], text[1024];
+    snprintf(path, sizeof path, "/proc/%d/status", pid);
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    const ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (got <= 0) return 0;
+    text[got] = '\0';
+    const char *uids = strstr(text, "\nUid:");
+    unsigned real, effective;
+    return uids != NULL && sscanf(uids + 5, "%u %u", &real, &effective) == 2 && real == geteuid() && effective == geteuid();
+}
 
 /* Why process_vm_* can't reach the peer, as errno; 0: it can.  The core has checked the pid against the credentials of the
- * control connection; that the process holds our token proves that the pid means the same process here. */
+ * control connection; that the process holds the token of the card proves that the number means the same process here. */
 int shm_vm_probe(hxa_link *link, const shm_link_card *card) {
     if (card->pid == 0 || card->pid > INT32_MAX) return ESRCH;
+    if (!same_user((pid_t)card->pid)) return EPERM;
     const int pidfd = (int)syscall(SYS_pidfd_open, (pid_t)card->pid, 0u);
     if (pidfd < 0) return errno;
     uint64_t found = 0;
@@ -206,12 +224,15 @@ void shm_signal_store(hxa_link *link, const hxa_batch *batch) {
     shm_add(&link->self->others.signals_sent, 1);
 }
 
-/* A copy thread, when all chunks of the op are joined: signal, notification, end.  op->status tells whether the data arrived. */
+/* A copy thread, when all chunks of the op are joined: signal, notification, end.  op->status tells if the data arrived. */
 void shm_op_landed(hxa_op *op) {
     shm_job *job = shm_job_of(op);
     hxa_link *link = job->link;
     const hxa_batch *batch = job->kind == SHM_COPY ? (const hxa_batch *)job->what : NULL;
-    if (batch != NULL) shm_add(batch->verb == HXA_READ ? &link->self->others.bytes_read : &link->self->others.bytes_written, op->bytes);
+    if (batch != NULL) {
+        hxa_stats *stats = &link->self->others;
+        shm_add(batch->verb == HXA_READ ? &stats->bytes_read : &stats->bytes_written, op->bytes);
+    }
     if (op->status == 0 && batch != NULL && batch->signal != NULL) {
         if (!shm_link_enter(link)) {
             op->status = HXA_E_LINK;
@@ -299,7 +320,7 @@ int shm_submit(hxa_link *link, const hxa_batch *batch, hxa_op *op) {
         status = shm_pool_ready(self, chunks);
         if (status != 0) return status;
         shm_op_accept(op, link, batch, SHM_COPY);
-        shm_pool_push(self, op, chunks);
+        shm_pool_push(self, op);
         return HXA_PENDING;
     }
     if (batch->n != 0) {

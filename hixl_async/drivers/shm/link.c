@@ -92,7 +92,8 @@ static int join(hxa_link *link, const hxa_card *card) {
     if (link->state != SHM_NEW) return -HXA_E_INVALID;
     if (card->len != sizeof about || card->nfds != 2) return -HXA_E_PROTOCOL;
     memcpy(&about, card->data, sizeof about);
-    if (about.magic != SHM_LINK_MAGIC || about.version != SHM_VERSION || !capacity_makes_sense(about.capacity)) return -HXA_E_PROTOCOL;
+    if (about.magic != SHM_LINK_MAGIC || about.version != SHM_VERSION) return -HXA_E_PROTOCOL;
+    if (!capacity_makes_sense(about.capacity)) return -HXA_E_PROTOCOL;
     uint64_t actual;
     int status = shm_segment_check(card->fds[0], half_bytes(about.capacity), &actual);
     if (status != 0) return status;
@@ -136,7 +137,8 @@ int shm_link_fd(hxa_link *link) { return link->peer_bell; }
  * sleeps, then looks again (shm_poll). */
 void shm_link_wake(hxa_link *link) {
     uint32_t *armed = &link->peer->armed;
-    if (shm_load_sc(armed) != 0 && shm_swap_sc(armed, 0u) != 0 && shm_bell_ring(link->bell)) shm_add(&link->self->others.wakes_sent, 1);
+    if (shm_load_sc(armed) == 0 || shm_swap_sc(armed, 0u) == 0) return;
+    if (shm_bell_ring(link->bell)) shm_add(&link->self->others.wakes_sent, 1);
 }
 
 /* ---- stop ------------------------------------------------------------------------------------------------------------ */
@@ -147,15 +149,28 @@ static void say_gone(hxa_link *link) {
     shm_link_wake(link);
 }
 
-/* Who drops the last reference ends the stop; the link may be freed at once, so nothing touches it after the last post. */
+/* In place of link->stops: the stop is over, nothing waits for it any more. */
+static hxa_op over;
+
+/* Who drops the last reference ends the stop.  Once `over` is there the loop may free the link. */
 void shm_link_unref(hxa_link *link) {
     if (shm_sub_sc(&link->refs, 1u) != 1) return;
     const hxa_sink *sink = &link->self->sink;
     say_gone(link);
-    for (hxa_op *op = shm_stack_take(&link->stops), *next; op != NULL; op = next) {
+    for (hxa_op *op = shm_swap_sc(&link->stops, &over), *next; op != NULL && op != &over; op = next) {
         next = shm_job_of(op)->next;
         hxa_finish(sink, op);
     }
+}
+
+/* 0 if the stop is over already. */
+static int wait_for_stop(hxa_link *link, hxa_op *op) {
+    hxa_op *top = shm_load_sc(&link->stops);
+    do {
+        if (top == &over) return 0;
+        shm_job_of(op)->next = top;
+    } while (!__atomic_compare_exchange_n(&link->stops, &top, op, 1, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+    return 1;
 }
 
 static void end_fence(hxa_link *link) {
@@ -178,18 +193,14 @@ int shm_link_stop(hxa_link *link, int dead, hxa_op *op) {
         link->dead = 1;
         end_fence(link);
     }
-    if (__atomic_exchange_n(&link->state, SHM_STOPPED, __ATOMIC_SEQ_CST) == SHM_STOPPED) {
-        /* A second stop (dead is known now) waits like the first, or finds it finished. */
-        uint32_t refs = shm_load_sc(&link->refs);
-        do if (refs == 0) return HXA_DONE;
-        while (!__atomic_compare_exchange_n(&link->refs, &refs, refs + 1, 1, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-    } else if (shm_load_sc(&link->refs) == 1) {
-        shm_store_sc(&link->refs, 0u);
-        say_gone(link);
+    const int first = shm_swap_sc(&link->state, (uint32_t)SHM_STOPPED) != SHM_STOPPED;
+    if (first && shm_load_sc(&link->refs) == 1) {       /* nothing is under way, and only the loop could begin something */
+        shm_link_unref(link);
         return HXA_DONE;
     }
     adopt(link, op);
-    shm_stack_push(&link->stops, op);
+    if (!wait_for_stop(link, op)) return HXA_DONE;
+    if (!first) return HXA_PENDING;    /* `dead` is known now; the first stop and this one end together */
     shm_pool_purge(link->self);
     shm_notes_pump(link);
     shm_link_unref(link);
@@ -201,8 +212,8 @@ void shm_link_break(hxa_link *link, int32_t status, const char *why) {
     if (__atomic_exchange_n(&link->down, 1, __ATOMIC_SEQ_CST)) return;
     uint32_t up = SHM_UP;
     __atomic_compare_exchange_n(&link->state, &up, SHM_DOWN, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-    const hxa_event event = {
-        .link = link->cookie, .kind = HXA_EVENT_LINK_DOWN, .status = status, .data = why, .data_len = (uint32_t)strlen(why)};
+    const uint32_t length = (uint32_t)strlen(why);
+    const hxa_event event = {.link = link->cookie, .kind = HXA_EVENT_LINK_DOWN, .status = status, .data = why, .data_len = length};
     link->self->sink.event(link->self->sink.ctx, &event);
     shm_pool_purge(link->self);
 }
@@ -268,7 +279,8 @@ static int receive(hxa_link *link, uint32_t budget) {
     }
     event.kind = HXA_EVENT_NOTE;
     for (; budget != 0; budget--) {
-        answer = shm_ring_get(own, link->capacity, &link->tail, head, self->note_bytes, self->text, &event.topic_len, &event.data_len);
+        answer = shm_ring_get(own, link->capacity, &link->tail, head, self->note_bytes, self->text, &event.topic_len,
+                              &event.data_len);
         if (answer != SHM_RING_OK) break;
         event.topic = self->text;
         event.data = self->text + event.topic_len;
@@ -291,7 +303,8 @@ static int waiting(hxa_link *link) {
     if (shm_load(&link->fenced) == 0 && shm_load_sc(&link->peer->fence) != 0) return 1;
     if (shm_load(&link->down) == 0 && (link->eof || shm_load_sc(&own->gone) != 0)) return 1;
     if (shm_load(&link->state) != SHM_UP) return 0;
-    return shm_load_sc(&own->head) != link->tail || shm_load_sc(&own->signals) != link->signals_seen || shm_notes_ready(link);
+    if (shm_load_sc(&own->head) != link->tail || shm_load_sc(&own->signals) != link->signals_seen) return 1;
+    return shm_notes_ready(link);
 }
 
 int shm_poll(hxa_link *link, uint32_t budget) {

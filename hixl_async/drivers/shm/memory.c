@@ -101,7 +101,8 @@ static int import_segment(hxa_mem *made, const hxa_card *card, uint32_t rights) 
     return status;
 }
 
-static int import_start(hxa_link *link, const hxa_card *card, const shm_mem_card *about, uint32_t rights, hxa_mem **mem, hxa_op *op) {
+static int import_start(hxa_link *link, const hxa_card *card, const shm_mem_card *about, uint32_t rights, hxa_mem **mem,
+                        hxa_op *op) {
     hxa_mem *made = mem_new(link->self, about->kind == SHM_OWNED ? SHM_MAPPED : SHM_REMOTE, rights, about->size);
     if (made == NULL) return -HXA_E_NOMEM;
     made->link = link;
@@ -113,7 +114,7 @@ static int import_start(hxa_link *link, const hxa_card *card, const shm_mem_card
         if (status == 0) {
             *mem = made;
             shm_op_accept(op, link, made, SHM_IMPORT);
-            shm_pool_push(link->self, op, 1);
+            shm_pool_push(link->self, op);
             return HXA_PENDING;
         }
     } else if (status == 0 && made->mapped != 0) {

@@ -42,7 +42,7 @@ static int room(hxa_link *link, const hxa_batch *batch) {
         answer = shm_ring_room(link->peer, link->peer_capacity, link->head, &link->tail_seen, payload);
     }
     if (answer == SHM_RING_OK) shm_store(&link->starved, 0u);
-    if (answer == SHM_RING_CORRUPT) shm_link_break(link, HXA_E_PROTOCOL, "the peer's half of the notification ring makes no sense");
+    if (answer == SHM_RING_CORRUPT) shm_link_break(link, HXA_E_PROTOCOL, "the peer claims to have read what was never sent");
     return answer;
 }
 
@@ -72,6 +72,7 @@ static void work(hxa_link *link) {
     }
     if (sent != 0) shm_link_wake(link);
     if (shm_load_acq(&link->state) != SHM_UP) sweep(link, 1);
+    if (link->waiting == NULL) shm_store(&link->starved, 0u);
 }
 
 /* The holder leaves: only when nobody asked since it last looked. */

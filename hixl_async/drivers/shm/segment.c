@@ -65,7 +65,8 @@ static uint64_t kernel_number(const char *path, const char *key, uint64_t unit) 
 
 /* fallocate does not say no to more than the machine has: it takes until somebody is killed for it. */
 static int fits(uint64_t bytes) {
-    const uint64_t free = kernel_number("/proc/meminfo", "MemAvailable:", 1024), swap = kernel_number("/proc/meminfo", "SwapFree:", 1024);
+    const uint64_t free = kernel_number("/proc/meminfo", "MemAvailable:", 1024);
+    const uint64_t swap = kernel_number("/proc/meminfo", "SwapFree:", 1024);
     if (free != UINT64_MAX && bytes > free + (swap != UINT64_MAX ? swap : 0)) return 0;
     return bytes <= kernel_number("/sys/fs/cgroup/memory.max", "", 1);
 }
@@ -95,8 +96,8 @@ int shm_segment_seal(int fd, int read_only) {
 }
 
 /* Is a peer's descriptor a segment of at least `bytes` that can neither vanish under our feet (SIGBUS) nor make us allocate
- * its pages?  The seals come first: on a descriptor of another kind (a file of a hostile FUSE server, say) fcntl answers from
- * the descriptor, where fstat would ask the file system and wait. */
+ * its pages?  The seals come first: of another kind of file (a hostile FUSE server's, say) fcntl answers from the descriptor,
+ * where fstat would ask the file system and wait. */
 int shm_segment_check(int fd, uint64_t bytes, uint64_t *actual) {
     const int seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0 || (seals & (F_SEAL_SHRINK | F_SEAL_GROW)) != (F_SEAL_SHRINK | F_SEAL_GROW)) return -HXA_E_PROTOCOL;
@@ -151,7 +152,8 @@ int shm_segment_populate(uint8_t *base, uint64_t bytes, int writable) {
     while (failed && (errno == EINTR || errno == EAGAIN));
     if (!failed) return 0;
     if (errno != EINVAL) return errno;
-    for (uint64_t at = 0; at < bytes; at += (uint64_t)page_bytes()) (void)*(volatile uint8_t *)(base + at);   /* before 5.14 */
+    /* Before Linux 5.14. */
+    for (uint64_t at = 0; at < bytes; at += (uint64_t)page_bytes()) (void)*(volatile uint8_t *)(base + at);
     return 0;
 }
 
@@ -171,7 +173,7 @@ static void *close_slowly(void *fd) {
 }
 
 /* Closes a descriptor that a peer gave us.  Closing asks the file behind it (FUSE's flush, a lingering socket), and a hostile
- * one may not answer; only kinds that can't wait are closed here, others by a thread that nobody waits for. */
+ * one may not answer: only kinds that can't wait are closed here, others by a thread that nobody waits for. */
 void shm_close_foreign(int fd) {
     if (fd < 0) return;
     if (fcntl(fd, F_GET_SEALS) >= 0 || fcntl(fd, F_GETPIPE_SZ) >= 0) {

@@ -154,7 +154,7 @@ struct hxa_link {
     uint64_t head;                     /* likewise */
     uint64_t tail_seen;                /* likewise, and peeked at by the loop */
 
-    hxa_op *stops;                     /* atomic stack of link_stop ops */
+    hxa_op *stops;                     /* atomic stack of link_stop ops; see link.c for its end */
     hxa_op *fence;                     /* link_fence; the loop's */
     uint32_t fenced;                   /* atomic: 1 the peer fenced us, 2 and we told it that it can rely on that */
     uint32_t dead;                     /* the caller's word; the loop's */
@@ -186,6 +186,7 @@ typedef struct shm_pool {
     hxa_op *incoming;                  /* atomic stack, pushed by the loop */
     uint32_t epoch;                    /* atomic: what sleepers wait on */
     uint32_t sleepers;                 /* atomic */
+    uint32_t backlog;                  /* atomic: ops are queued */
     uint32_t purge;                    /* atomic: some op was cancelled, or some link stopped */
     uint32_t stopping;                 /* atomic */
     uint32_t started;                  /* threads; the loop's */
@@ -299,7 +300,7 @@ SHM_INTERNAL void shm_op_landed(hxa_op *op);
 SHM_INTERNAL int shm_pool_open(shm_pool *pool, uint32_t limit);
 SHM_INTERNAL void shm_pool_close(hxa_instance *self);
 SHM_INTERNAL int shm_pool_ready(hxa_instance *self, uint64_t chunks);
-SHM_INTERNAL void shm_pool_push(hxa_instance *self, hxa_op *op, uint64_t chunks);
+SHM_INTERNAL void shm_pool_push(hxa_instance *self, hxa_op *op);
 SHM_INTERNAL void shm_pool_purge(hxa_instance *self);
 
 /* ---- lists ----------------------------------------------------------------------------------------------------------- */

@@ -19,7 +19,7 @@ enum {
 
 typedef struct chunk { hxa_op *op; uint32_t index; uint64_t offset, bytes; } chunk;
 
-/* ---- queues; under the mutex ------------------------------------------------------------------------------------------ */
+/* ---- queues; under the mutex ----------------------------------------------------------------------------------------- */
 
 static void queue_push(shm_queue *queue, hxa_op *op) {
     shm_job_of(op)->next = NULL;
@@ -124,9 +124,11 @@ static chunk carve(hxa_instance *self, hxa_op *op) {
     return cut;
 }
 
-/* ---- threads ---------------------------------------------------------------------------------------------------------- */
+/* ---- threads --------------------------------------------------------------------------------------------------------- */
 
-static long futex(uint32_t *word, int operation, uint32_t value) { return syscall(SYS_futex, word, operation, value, NULL, NULL, 0); }
+static long futex(uint32_t *word, int operation, uint32_t value) {
+    return syscall(SYS_futex, word, operation, value, NULL, NULL, 0);
+}
 
 static void run_chunk(const chunk *cut, shm_outcome *out) {
     const shm_job *job = shm_job_of(cut->op);
@@ -164,12 +166,20 @@ static int account(shm_pool *pool, hxa_op *op, const shm_outcome *out) {
     return job->flight == 0 && !job->queued;
 }
 
+/* Dekker: we say that we sleep, then look; who makes work stores it, then looks for sleepers. */
 static void rest(shm_pool *pool) {
     const uint32_t epoch = shm_load_sc(&pool->epoch);
     shm_add_sc(&pool->sleepers, 1u);
-    if (shm_load_sc(&pool->incoming) == NULL && shm_load_sc(&pool->purge) == 0 && shm_load_sc(&pool->stopping) == 0)
+    if (shm_load_sc(&pool->incoming) == NULL && shm_load_sc(&pool->backlog) == 0 && shm_load_sc(&pool->purge) == 0
+        && shm_load_sc(&pool->stopping) == 0)
         futex(&pool->epoch, FUTEX_WAIT_PRIVATE, epoch);
     shm_sub_sc(&pool->sleepers, 1u);
+}
+
+static void wake(shm_pool *pool, uint32_t most) {
+    if (shm_load_sc(&pool->sleepers) == 0) return;
+    shm_add_sc(&pool->epoch, 1u);
+    futex(&pool->epoch, FUTEX_WAKE_PRIVATE, most);
 }
 
 static void *work(void *arg) {
@@ -186,7 +196,10 @@ static void *work(void *arg) {
         if (shm_swap_sc(&pool->purge, 0u) != 0) purge(pool, &ended);
         hxa_op *op = pick(pool);
         if (op != NULL) cut = carve(self, op);
+        const uint32_t backlog = pool->queues[0].first != NULL || pool->queues[1].first != NULL || pool->queues[2].first != NULL;
+        shm_store_sc(&pool->backlog, backlog);
         pthread_mutex_unlock(&pool->lock);
+        if (backlog) wake(pool, 1);    /* each thread that finds more than it can do calls another */
         for (hxa_op *next; ended != NULL; ended = next) {
             next = shm_job_of(ended)->next;
             shm_op_landed(ended);
@@ -205,13 +218,7 @@ static void *work(void *arg) {
     return NULL;
 }
 
-/* ---- the loop's side -------------------------------------------------------------------------------------------------- */
-
-static void wake(shm_pool *pool, uint64_t most) {
-    if (shm_load_sc(&pool->sleepers) == 0) return;
-    shm_add_sc(&pool->epoch, 1u);
-    futex(&pool->epoch, FUTEX_WAKE_PRIVATE, most < INT_MAX ? (uint32_t)most : INT_MAX);
-}
+/* ---- the loop's side ------------------------------------------------------------------------------------------------- */
 
 static int start(hxa_instance *self) {
     shm_pool *pool = &self->pool;
@@ -240,9 +247,9 @@ int shm_pool_ready(hxa_instance *self, uint64_t chunks) {
     return 0;
 }
 
-void shm_pool_push(hxa_instance *self, hxa_op *op, uint64_t chunks) {
+void shm_pool_push(hxa_instance *self, hxa_op *op) {
     shm_stack_push(&self->pool.incoming, op);
-    wake(&self->pool, chunks);
+    wake(&self->pool, 1);
 }
 
 /* Some op must not go on: let a thread look for it. */

@@ -1,0 +1,95 @@
+"""C8: a task that only awaits finished work still yields, and a drain is capped."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hixl_async import Transfer
+
+from .conftest import World
+
+
+class Ticker:
+    """Counts the passes of the loop."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_soon(self._tick)
+
+    def _tick(self) -> None:
+        self.passes += 1
+        self._handle = self._loop.call_soon(self._tick)
+
+    def stop(self) -> None:
+        self._handle.cancel()
+
+
+async def test_c8_awaiting_finished_work_yields(world: World) -> None:
+    ticker = Ticker()
+    for _ in range(2000):
+        transfer = world.write()
+        assert transfer.done()
+        assert await transfer == 5
+    ticker.stop()
+    assert ticker.passes >= 2000 / 200
+
+
+async def test_c8_large_finished_work_yields_more_often(world: World) -> None:
+    ticker = Ticker()
+    for _ in range(100):
+        transfer = world.left.write(world.here[0 : 128 << 10], world.remote[0 : 128 << 10])
+        assert transfer.done()
+        await transfer
+    ticker.stop()
+    assert ticker.passes >= 5
+
+
+async def test_c8_yielding_costs_little(world: World) -> None:
+    """Most awaits of finished work do not go round the loop."""
+    ticker = Ticker()
+    for _ in range(2000):
+        await world.write()
+    ticker.stop()
+    assert ticker.passes <= 2000 / 50
+
+
+async def test_c8_yield_in_the_middle_of_one_await(world: World) -> None:
+    """The bare yield happens inside an await; the value arrives all the same, also under timeout and shield."""
+    for _ in range(300):
+        async with asyncio.timeout(5):
+            assert await world.write() == 5
+    results = [await asyncio.shield(world.write()) for _ in range(300)]
+    assert results == [5] * 300
+
+
+async def test_c8_a_drain_is_capped(world: World) -> None:
+    world.plan.hold()
+    n = 3000
+    transfers: list[Transfer] = [world.write(b"x", i) for i in range(n)]
+    at: list[int] = []
+    for transfer in transfers:
+        transfer.add_done_callback(lambda _: at.append(ticker.passes))
+    world.plan.release()  # all of them are in the mailbox now
+    ticker = Ticker()
+    await asyncio.gather(*transfers)
+    ticker.stop()
+    assert len(at) == n
+    assert at[-1] - at[0] >= n // 256 - 1, "the loop served nobody else meanwhile"
+    assert max(at.count(turn) for turn in set(at)) <= 2 * 256
+
+
+async def test_c8_other_tasks_run_while_many_complete(world: World) -> None:
+    world.plan.hold()
+    transfers = [world.write(b"x", i) for i in range(2000)]
+
+    async def chain(transfer: Transfer) -> None:
+        await transfer
+
+    tasks = [asyncio.create_task(chain(transfer)) for transfer in transfers]
+    await asyncio.sleep(0)
+    ticker = Ticker()
+    world.plan.release()
+    await asyncio.gather(*tasks)
+    ticker.stop()
+    assert ticker.passes >= 2000 // 256

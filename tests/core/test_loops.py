@@ -1,0 +1,101 @@
+"""C9: an engine belongs to one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hixl_async import Batch, Engine, WrongLoopError
+
+from .conftest import World
+
+
+def elsewhere(call: Callable[[], Any], *, loop: bool) -> BaseException | None:
+    """What `call` raises in another thread, with or without a running loop there."""
+    raised: list[BaseException] = []
+
+    async def main() -> None:
+        attempt()
+
+    def attempt() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=(lambda: asyncio.run(main())) if loop else attempt)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize("loop", [False, True], ids=["no loop", "another loop"])
+async def test_c9_foreign_threads_are_refused(world: World, loop: bool) -> None:
+    batch = world.batch([(0, 0, 8)])
+    calls: dict[str, Callable[[], Any]] = {
+        "write": lambda: world.write(),
+        "read": lambda: world.left.read(bytearray(5), world.remote[0:5]),
+        "submit": lambda: world.left.submit(batch),
+        "notify": lambda: world.left.notify(world.peer, "topic"),
+        "allocate": lambda: world.left.allocate("new", 64),
+        "register": lambda: world.left.register("new", bytearray(8)),
+        "notifications": lambda: world.left.notifications("topic"),
+        "accepted": lambda: world.left.accepted(),
+        "group": lambda: world.left.group(),
+        "drained": lambda: world.left.drained(b"x"),
+        "serve": lambda: world.left.serve("service", lambda peer, body: body),
+    }
+    for name, call in calls.items():
+        error = elsewhere(call, loop=loop)
+        assert isinstance(error, WrongLoopError), f"{name}: {error!r}"
+        assert "belongs to the event loop" in str(error)
+    await world.works()
+
+
+def test_c9_the_next_loop_of_the_same_thread(runner: asyncio.Runner) -> None:
+    engine = Engine(name="first")
+
+    async def open_engine() -> Any:
+        await engine.open()
+        return engine.allocate("kv", 64)
+
+    runner.run(open_engine())
+
+    async def second() -> None:
+        with pytest.raises(WrongLoopError):
+            engine.allocate("other", 64)
+        with pytest.raises(WrongLoopError):
+            await engine.connect("127.0.0.1:1")
+
+    other = asyncio.new_event_loop()
+    try:
+        other.run_until_complete(second())
+    finally:
+        other.close()
+    runner.run(engine.aclose())
+
+
+async def test_views_may_be_dropped_in_other_threads(world: World) -> None:
+    """The last view of a closed region goes wherever it goes; the driver is told on the loop's thread."""
+    region = world.left.allocate("viewed", 4096)
+    views = [memoryview(region)]
+    await region.aclose()
+    assert world.left.stats().regions == 2
+    thread = threading.Thread(target=lambda: views.pop().release())
+    thread.start()
+    thread.join()
+    await asyncio.sleep(0.01)
+    assert world.left.stats().regions == 1
+
+
+async def test_batches_belong_to_no_thread(world: World) -> None:
+    """Preparing reads only; the engine's thread submits."""
+    made: list[Batch] = []
+    thread = threading.Thread(target=lambda: made.append(world.batch([(0, 0, 8)])))
+    thread.start()
+    thread.join()
+    assert await world.left.submit(made[0]) == 8
