@@ -464,6 +464,8 @@ class Peer:
         await asyncio.shield(self._close())
 
     def _close(self) -> asyncio.Task[None]:
+        if self.state is PeerState.UP:
+            self._begin_closing()
         return self._end(self._leave())
 
     def _end(self, how: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -482,9 +484,8 @@ class Peer:
     async def _leave(self) -> None:
         """We leave."""
         error = ClosedError(f"the connection to {self.name!r} was closed here", peer=self.name)
-        if self.state is PeerState.UP:
+        if self.state is PeerState.CLOSING:
             until = self._loop.time() + self._close_timeout
-            self._begin_closing()
             await self._drain(until)
             await self._say_goodbye()
             await asyncio.wait([self._farewell], timeout=max(0, until - self._loop.time()))

@@ -170,6 +170,8 @@ class Imports:
                 task = self._tasks.get(name)
                 if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
                     task = self._tasks[name] = self._peer._host._spawn(self._import(name))
+                    # All who wait for it may be cancelled before it fails; then nobody else would look at its error.
+                    task.add_done_callback(lambda done: done.cancelled() or done.exception())
                 # Several callers may wait for one import; none of them may cancel it for the others.
                 return await asyncio.shield(task)
         except TimeoutError as error:

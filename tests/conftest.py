@@ -15,6 +15,9 @@ from hixl_async.testing import BalanceSheet
 
 # -- both loops
 
+# The debug mode remembers where every task, future and handle was made; ten frames of each cost more than the tests.
+asyncio.constants.DEBUG_STACK_DEPTH = 2  # type: ignore[attr-defined]
+
 #: What reached the exception handler of a test's loop.
 _errors: list[dict[str, Any]] = []
 

@@ -21,8 +21,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are imported, Ctrl-C needs no traceback
 
 try:
     import numpy  # noqa: F401 - not used here, but by nearly all that is imported below
@@ -54,6 +57,7 @@ IDENTICAL, FAILED, CANNOT_START, INTERRUPTED = 0, 1, 2, 130
 def main() -> int:
     options = _parser().parse_args(namespace=Options())
     console = Console(quiet=options.quiet)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         console.line(
             "A model prefills in process P; layer by layer, its keys and values (K/V) go to process D, which decodes."

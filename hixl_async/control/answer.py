@@ -46,7 +46,6 @@ class Answer:
         except OSError as error:
             raise PeerLostError(f"the dialler left at once: {error.strerror}", native=error.errno) from None
         self._owned: set[TcpChannel | UnixChannel] = {self._tcp}
-        self._in_use: TcpChannel | UnixChannel = self._tcp
         self._joined: asyncio.Future[_Joined] = asyncio.get_running_loop().create_future()
         self._handshake = ListenerHandshake(identity, secret, sight._replace(tcp_path=path), name)
 
@@ -70,28 +69,30 @@ class Answer:
 
         :raises HixlError: if it fails.
         """
+        channel: TcpChannel | UnixChannel = self._tcp
         leg, credentials = Leg.TCP, None
         raw: bytes | None = await waiting.receive(self._tcp)
         while True:
             if raw is None:
                 leg = Leg.UNIX
-                self._in_use, credentials, raw = self._joined.result()
+                channel, credentials, raw = self._joined.result()
             actions = self._handshake.received(leg, raw, credentials)
             if leg is Leg.UNIX:
                 # It has proved itself, and may send descriptors as soon as we have said so.
-                admit_descriptors(self._in_use.sock, True)
+                admit_descriptors(channel.sock, True)
             for action in actions:
                 if isinstance(action, Established):
-                    self._owned.discard(self._in_use)
-                    return Connection.over(self._in_use, action, dialled=False)
+                    self._owned.discard(channel)
+                    return Connection.over(channel, action, dialled=False)
                 assert isinstance(action, Send), "the listening side opens nothing"
                 assert action.leg is leg, "it answers where it was asked"
-                await waiting.send(self._in_use, action.message)
+                await waiting.send(channel, action.message)
             raw = await waiting.receive(self._tcp, unless=self._joined)
 
     def refuse(self, error: HixlError) -> None:
-        """Tells the dialler why, if that is possible without waiting."""
-        refuse(self._in_use, error)
+        """Tells the dialler why, wherever it listens, if that is possible without waiting."""
+        for channel in self._owned:
+            refuse(channel, error)
 
     def close(self) -> None:
         """Closes what was not handed over; idempotent."""

@@ -37,8 +37,8 @@ ESTABLISHED_LIMIT = 64 << 10
 HANDSHAKE_LIMIT = 4 << 10
 #: Deepest nesting of a message, its own two levels included.
 MAX_DEPTH = 16
-#: Most objects and lists in a message; counted before it is read, which is why brackets inside of strings count as well.
-#: Reading time depends on them more than on the length: 64 KiB of empty objects would take ten times as long as of text.
+#: Most objects and lists in a message; counted before it is read, which is why brackets inside of strings count, too.
+#: Reading takes time for them more than for the length: 64 KiB of empty objects ten times as long as 64 KiB of text.
 MAX_CONTAINERS = 2048
 
 _INTEGERS = range(-(1 << 63), 1 << 64)

@@ -30,9 +30,9 @@ class _Visitor(NamedTuple):
 class Door:
     """Accepts from `sock` and starts a task for each visitor; at most `capacity` of them are inside at a time.
 
-    The others wait in the kernel's queue.  When it is full, the visitor that has been inside longest is shown out after
-    `patience` seconds, so that visitors who say nothing cannot keep the others waiting for the whole of their time.  Its
-    task is cancelled.
+    The others wait in the kernel's queue.  Then the visitor that has been inside longest is shown out, by cancelling
+    its task, after `patience` seconds, so that those who say nothing cannot keep the others waiting for the whole of
+    their time.
     """
 
     def __init__(self, sock: socket.socket, visit: Visit, *, capacity: int, patience: float) -> None:

@@ -11,7 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Self
 
-from ..errors import AddressInUseError, BusyError, ConnectError, HixlError, InvalidArgumentError, ProtocolError
+from ..errors import AddressInUseError, BusyError, ConnectError, HixlError, InvalidArgumentError
 from ..types import Address
 from . import waiting
 from .answer import Answer, refuse
@@ -189,7 +189,7 @@ class Listener:
                 message = await waiting.receive(channel)
             answer = self._answers.get(connection_of(message))
             if answer is None:
-                raise ProtocolError("no handshake waits for this Unix leg")
+                raise BusyError("no handshake waits for this Unix leg any more")
             answer.join(channel, message)
         except HixlError as error:
             refuse(channel, error)

@@ -19,7 +19,7 @@ __all__ = ["BalanceSheet", "until"]
 
 _PROC = Path("/proc/self")
 _SHM = Path("/dev/shm")
-_NUMBERS = re.compile(r"\[\d+\]|\d+")
+_NUMBERS = re.compile(r":?\[\d+\]|\d+")
 
 
 class BalanceSheet:

@@ -52,7 +52,7 @@ async def main(options: dict[str, Any]) -> None:
         os.setresgid(*[options["uid"]] * 3)
         os.setresuid(*[options["uid"]] * 3)
     me = Identity("other side", "", os.urandom(16).hex(), "", ())
-    secret = base64.b64decode(options["secret"]) if "secret" in options else None
+    secret = base64.b64decode(options["secret"]) if options.get("secret") else None
     try:
         connection = await dial(
             Address("127.0.0.1", options["port"]),

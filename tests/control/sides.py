@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hixl_async.control import Connection, Identity, Listener, codec, dial, dialler
+from hixl_async.control import Connection, Identity, Listener, codec, dial
 from hixl_async.control.rendezvous import Scope
 from hixl_async.errors import HixlError
 from hixl_async.types import Address
@@ -185,4 +185,4 @@ async def passes(number: int) -> None:
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Diallers seem to be on another host from now on."""
-    monkeypatch.setattr(dialler.Scope, "current", classmethod(lambda cls, unix_dir: Scope("e" * 32, "")))
+    monkeypatch.setattr(Scope, "current", classmethod(lambda cls, unix_dir: Scope("e" * 32, "")))

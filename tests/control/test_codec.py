@@ -175,7 +175,7 @@ def test_both_directions_agree_on_length() -> None:
 
 
 def test_both_directions_agree_on_the_number_of_containers() -> None:
-    body = {"a": [{}] * (codec.MAX_CONTAINERS - 3)}
+    body: dict[str, Any] = {"a": [{}] * (codec.MAX_CONTAINERS - 3)}
     assert codec.decode(codec.encode("x", body)).body == body
 
 

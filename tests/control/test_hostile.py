@@ -13,11 +13,13 @@ import socket
 import pytest
 
 from hixl_async.control import codec, rendezvous
+from hixl_async.control.handshake import Sight
+from hixl_async.control.process import LocalUser, start_time
 from hixl_async.control.rendezvous import RendezvousName
 from hixl_async.errors import ConnectError, PeerLostError, ProtocolError
 
 from .conftest import Stalls
-from .machines import PATH, Sight, dialler
+from .machines import PATH, dialler
 from .sides import SECRET, Host, HostFactory, Inbox, Stranger, elsewhere, memory, passes
 
 
@@ -27,8 +29,6 @@ def name_of(host: Host) -> RendezvousName:
 
 
 def real_sight() -> Sight:
-    from hixl_async.control.process import LocalUser, start_time
-
     return Sight(rendezvous.Scope.current(None), LocalUser.current(), start_time(), PATH)
 
 
@@ -249,16 +249,20 @@ class TestExhaustion:
         before = len(os.listdir("/proc/self/fd"))
 
         def connect() -> list[socket.socket]:
-            return [socket.create_connection(tuple(host.address)) for _ in range(1000)]
+            return [socket.create_connection((host.address.host, host.address.port)) for _ in range(1000)]
+
+        def leave() -> None:
+            for sock in crowd:
+                sock.close()
 
         crowd = await asyncio.to_thread(connect)
         await passes(50)
         # Sixteen of them have a descriptor on our side, the others wait in the kernel.
         assert len(os.listdir("/proc/self/fd")) - before <= 1000 + 2 * 16
-        await asyncio.to_thread(lambda: [sock.close() for sock in crowd])
+        await asyncio.to_thread(leave)
         stalls.reset()
         assert (await host.dial(timeout=30)).same_host
-        assert stalls.longest < 0.02
+        assert stalls.longest < 0.05
         assert len(host.listener._doors[0]) <= 16
 
     async def test_a_flood_before_authentication(self, listen: HostFactory, stalls: Stalls) -> None:
@@ -267,12 +271,15 @@ class TestExhaustion:
 
         def flood() -> None:
             for _ in range(50):
-                with contextlib.suppress(ConnectionError), socket.create_connection(tuple(host.address)) as sock:
+                with (
+                    contextlib.suppress(ConnectionError),
+                    socket.create_connection((host.address.host, host.address.port)) as sock,
+                ):
                     sock.sendall(frame * 200)
 
         await asyncio.gather(*(asyncio.to_thread(flood) for _ in range(4)))
         assert (await host.pair())[0].same_host
-        assert stalls.longest < 0.02
+        assert stalls.longest < 0.05
 
     @pytest.mark.parametrize("leg", ["unix", "tcp"])
     async def test_a_flood_of_the_worst_messages(
@@ -297,7 +304,7 @@ class TestExhaustion:
         for _ in range(50):
             assert (await inbox.get()).kind == "x"
         await flooding
-        assert stalls.longest < 0.02
+        assert stalls.longest < 0.05
 
     async def test_descriptors_do_not_pile_up(self, listen: HostFactory) -> None:
         host = await listen()

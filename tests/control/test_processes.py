@@ -66,7 +66,7 @@ class OtherSide:
 
 @contextlib.asynccontextmanager
 async def other_side(*, program: tuple[str, ...] = (str(THERE),), **options: Any) -> AsyncIterator[OtherSide]:
-    if "secret" in options:
+    if options.get("secret"):
         options["secret"] = base64.b64encode(options["secret"]).decode()
     other = OtherSide(*program, json.dumps(options))
     try:
@@ -88,7 +88,7 @@ class TestAnotherProcess:
     @pytest.mark.parametrize("secret", [None, SECRET])
     async def test_exchanges_messages_and_descriptors(self, listen: HostFactory, secret: bytes | None) -> None:
         host = await listen(secret=secret)
-        async with other_side(port=host.address.port, **({"secret": secret} if secret else {})) as other:
+        async with other_side(port=host.address.port, secret=secret) as other:
             theirs = await host.connections.get()
             assert theirs.credentials == (other.pid, os.geteuid(), os.getegid())
             fact = await other.says()
@@ -204,9 +204,9 @@ class TestAnotherUser:
 
     @pytest.mark.parametrize("way", ["abstract", "directory"])
     async def test_is_welcome_with_the_secret(self, listen: HostFactory, shared: Path, way: str) -> None:
-        unix_dir = {"unix_dir": str(shared)} if way == "directory" else {}
-        host = await listen(secret=SECRET, **unix_dir)
-        async with other_side(port=host.address.port, uid=SOMEBODY, secret=SECRET, **unix_dir) as other:
+        unix_dir = str(shared) if way == "directory" else None
+        host = await listen(secret=SECRET, unix_dir=unix_dir)
+        async with other_side(port=host.address.port, uid=SOMEBODY, secret=SECRET, unix_dir=unix_dir) as other:
             theirs = await host.connections.get()
             assert theirs.credentials == (other.pid, SOMEBODY, SOMEBODY)
             assert theirs.pidfd is not None
@@ -258,8 +258,7 @@ class TestOtherNamespaces:
         self, listen: HostFactory, shared: Path, secret: bytes | None
     ) -> None:
         host = await listen(secret=secret, unix_dir=str(shared))
-        options = {"secret": secret} if secret else {}
-        async with other_side(port=host.address.port, network=True, unix_dir=str(shared), **options) as other:
+        async with other_side(port=host.address.port, network=True, unix_dir=str(shared), secret=secret) as other:
             fact = await other.says()
             assert fact["event"] == "connected", fact
             assert fact["same_host"]

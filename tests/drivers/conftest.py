@@ -1,8 +1,8 @@
 """Fixtures of the driver conformance suite.
 
-``pytest tests/drivers --driver=NAME`` runs it against any driver: one that is installed (entry point), one of the package,
-or the file of a module (a path), which is how sanitizer builds are tested.  What a driver cannot do, by its own capability
-bits, is skipped with that reason.
+``pytest tests/drivers --driver=NAME`` runs it against any driver: one that is installed (entry point), one of the
+package, or the file of a module (a path).  What a driver cannot do, by its own capability bits, is skipped with that
+reason.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from collections.abc import Iterator
 import pytest
 
 sys.path.insert(0, os.path.dirname(__file__))
-import vtable as vt  # noqa: E402
+import vtable as vt
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--driver", default="shm", help="the driver to test: a name, or the file of a module (default: shm)")
-    parser.addoption("--driver-option", action="append", default=[], metavar="KEY=VALUE", help="an option for every instance")
+    parser.addoption(
+        "--driver", default="shm", help="the driver to test: a name, or the file of a module (default: shm)"
+    )
+    parser.addoption(
+        "--driver-option", action="append", default=[], metavar="KEY=VALUE", help="an option for every instance"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -105,7 +109,7 @@ def world(pair: tuple[vt.Link, vt.Link]) -> World:
 
 
 class World:
-    """A pair with memory on both sides: ``here`` on the left, ``there`` on the right, ``remote`` what the left sees of it."""
+    """A pair with memory on both sides: ``here`` on the left, ``there`` on the right, which the left sees as ``remote``."""
 
     def __init__(self, left: vt.Link, right: vt.Link, size: int = 1 << 20) -> None:
         self.left, self.right = left, right

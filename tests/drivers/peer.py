@@ -1,7 +1,8 @@
 """A second process for the conformance suite: an instance of the driver that does what the test tells it.
 
-The test's side is ``Peer``; run as a script, this file is the other side.  Messages are pickles on a Unix socket (both ends
-are this suite), cards bring their descriptors along.  While nobody asks for anything, the process polls its links like a loop.
+The test's side is ``Peer``; run as a script, this file is the other side.  Messages are pickles on a Unix socket (both
+ends are this suite), cards bring their descriptors along.  While nobody asks for anything, the process polls its link
+as a loop would.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ class Peer:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(vt.DEADLINE)
         with theirs:
-            arguments = [f"--driver={driver}", f"--fd={theirs.fileno()}", *(f"{k}={v}" for k, v in (options or {}).items())]
+            arguments = [
+                f"--driver={driver}",
+                f"--fd={theirs.fileno()}",
+                *(f"{k}={v}" for k, v in (options or {}).items()),
+            ]
             self.process = subprocess.Popen([sys.executable, __file__, *arguments], pass_fds=[theirs.fileno()])
         self.pid = self.process.pid
         assert self.call("ready")
@@ -176,8 +181,18 @@ class Server:
     def peek(self, memory: int, offset: int, length: int) -> bytes:
         return bytes(self.memories[memory].view[offset : offset + length])
 
-    def submit(self, verb: int, rows: list[tuple[int, int, int, int, int]], wait: bool = True, note: Any = None, signal: Any = None) -> int:
-        descs = [(self.memories[local], loff, self.memories[remote], roff, length) for local, loff, remote, roff, length in rows]
+    def submit(
+        self,
+        verb: int,
+        rows: list[tuple[int, int, int, int, int]],
+        wait: bool = True,
+        note: Any = None,
+        signal: Any = None,
+    ) -> int:
+        descs = [
+            (self.memories[local], loff, self.memories[remote], roff, length)
+            for local, loff, remote, roff, length in rows
+        ]
         where = (self.memories[signal[0]], *signal[1:]) if signal is not None else None
         op = self.made.submit(verb, descs, note=note, signal=where)
         self.ops.append(op)

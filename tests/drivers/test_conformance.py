@@ -18,8 +18,35 @@ import vtable as vt
 from conftest import World
 from vtable import MAY_READ, MAY_WRITE, READ, WRITE, DriverError
 
-SIZES = [1, 2, 7, 8, 63, 64, 4095, 4096, 4097, 65536, (256 << 10) - 64, 256 << 10, (256 << 10) + 1, 1 << 20, (1 << 20) + 13, 5_000_003]
+SIZES = [
+    1,
+    2,
+    7,
+    8,
+    63,
+    64,
+    4095,
+    4096,
+    4097,
+    65536,
+    (256 << 10) - 64,
+    256 << 10,
+    (256 << 10) + 1,
+    1 << 20,
+    (1 << 20) + 13,
+    5_000_003,
+]
 alloc = pytest.mark.needs("ALLOC")
+
+
+def fill_ring(link: vt.Link, size: int = 1000) -> list[vt.Op]:
+    """Numbered notifications until no more is taken."""
+    ops: list[vt.Op] = []
+    while (op := vt.unless_busy(link.note, b"n", b"%06d" % len(ops) + bytes(size))) is not None:
+        ops.append(op)
+        if len(ops) == 100_000:
+            pytest.skip("the driver takes any number of notifications")
+    return ops
 
 
 def refused(status: int | tuple[int, ...], call, *args, **kwargs) -> DriverError:
@@ -308,12 +335,18 @@ def test_bounds(world: World) -> None:
     top = (1 << 64) - 1
     before = world.there.view.tobytes(), here.view.tobytes()
     for loff, roff, length in [
-        (0, 0, size + 1), (1, 0, size), (0, 1, size), (size, 0, 1), (0, size, 1), (0, size - 7, 8), (top, 0, 1), (0, top, 1),
+        (0, 0, size + 1), (1, 0, size), (0, 1, size), (size, 0, 1), (0, size, 1), (0, size - 7, 8), (top, 0, 1),
+        (0, top, 1),
         (0, top - 7, 8), (top - 7, 0, 8), (0, 8, top), (8, 0, top - 4), (0, 1 << 63, 1 << 63),
     ]:  # fmt: skip
         for verb in (READ, WRITE):
             refused((vt.RANGE, vt.INVALID), world.left.submit, verb, [(here, loff, remote, roff, length)])
-            refused((vt.RANGE, vt.INVALID), world.left.submit, verb, [(here, 0, remote, 0, 64), (here, loff, remote, roff, length)])
+            refused(
+                (vt.RANGE, vt.INVALID),
+                world.left.submit,
+                verb,
+                [(here, 0, remote, 0, 64), (here, loff, remote, roff, length)],
+            )
     refused((vt.RANGE, vt.INVALID), world.left.submit, WRITE, [(here, 0, remote, 0, 0)])
     refused(vt.INVALID, world.left.submit, 2, [(here, 0, remote, 0, 8)])
     refused(vt.INVALID, world.left.submit, WRITE, [])
@@ -375,7 +408,15 @@ def test_notes_both_ways_at_once(pair) -> None:
 def test_note_sizes(pair) -> None:
     left, right = pair
     most = left.instance.limits().note_bytes
-    sent = [(b"", b""), (b"t", b""), (b"", b"n"), (b"t" * 15, b"n"), (b"t", b"\0" * 16), (b"t" * 100, bytes(most - 100)), (b"x" * most, b"")]
+    sent = [
+        (b"", b""),
+        (b"t", b""),
+        (b"", b"n"),
+        (b"t" * 15, b"n"),
+        (b"t", b"\0" * 16),
+        (b"t" * 100, bytes(most - 100)),
+        (b"x" * most, b""),
+    ]
     for topic, text in sent:
         left.note(topic, text).ok(left, right)
     right.instance.until(lambda: len(right.notes()) == len(sent), right)
@@ -407,7 +448,9 @@ def test_wakes_only_sleepers(pair) -> None:
     if right.fd < 0:
         pytest.skip("the driver polls without a descriptor")
     for _ in range(3):
-        right.instance.until(lambda: not (right.poll() or select.select([right.fd], [], [], 0)[0]), what="still readable")
+        right.instance.until(
+            lambda: not (right.poll() or select.select([right.fd], [], [], 0)[0]), what="still readable"
+        )
         left.note(b"t").ok(left)
         assert select.select([right.fd], [], [], vt.DEADLINE)[0], "no wake-up"
 
@@ -417,16 +460,8 @@ def test_wakes_only_sleepers(pair) -> None:
 def test_full_ring_loses_and_reorders_nothing(pair, size: int) -> None:
     """The receiver does not read: notifications wait, then submits are refused; nothing is lost when it reads again."""
     left, right = pair
-    ops, n = [], 0
-    while n < 100_000:
-        try:
-            ops.append(left.note(b"n", b"%06d" % n + bytes(size)))
-        except DriverError as error:
-            assert error.status == vt.BUSY
-            break
-        n += 1
-    else:
-        pytest.skip("the driver takes any number of notifications")
+    ops = fill_ring(left, size)
+    n = len(ops)
     pending = [op for op in ops if not op.released]
     assert pending
     assert pending == ops[-len(pending) :], "a later notification was finished before an earlier one"
@@ -444,14 +479,7 @@ def test_full_ring_loses_and_reorders_nothing(pair, size: int) -> None:
 @pytest.mark.needs("NOTIFY", "ALLOC")
 def test_refused_for_backpressure_moves_nothing(world: World) -> None:
     left = world.left
-    for _ in range(100_000):
-        try:
-            left.note(b"n", bytes(1000))
-        except DriverError as error:
-            assert error.status == vt.BUSY
-            break
-    else:
-        pytest.skip("the driver takes any number of notifications")
+    fill_ring(left)
     refused(vt.BUSY, world.write, 0, 0, 4096, note=(b"t", b""))
     assert not any(world.there.view[:4096])
     world.write(0, 0, 4096).ok(left, world.right)  # without a notification nothing is in the way
@@ -536,7 +564,9 @@ def test_order_of_data_and_signal(world: World, size: int) -> None:
     try:
         for i in range(1, 60):
             world.here.view[0], world.here.view[size - 1] = i, i
-            world.left.submit(WRITE, [(world.here, 0, world.remote, 64, size)], signal=(world.remote, 0, i)).ok(world.left, world.right)
+            world.left.submit(WRITE, [(world.here, 0, world.remote, 64, size)], signal=(world.remote, 0, i)).ok(
+                world.left, world.right
+            )
     finally:
         done.set()
         reader.join()
@@ -546,7 +576,7 @@ def test_order_of_data_and_signal(world: World, size: int) -> None:
 @pytest.mark.needs("SIGNAL", "NOTIFY", "ALLOC")
 @pytest.mark.parametrize("size", [64, 2 << 20])
 def test_order_of_data_signal_and_note(open_instance, size: int) -> None:
-    """T5 where it is delivered: when the notification is handed out, data and signal are there, and SIGNAL came first."""
+    """T5 at delivery: when the notification is handed out, data and signal are there, and SIGNAL came first."""
     left, right = open_instance.pair()
     world = World(left, right, size + 64)
     word, wrong = c.c_uint64.from_address(world.there.address), []
@@ -595,7 +625,9 @@ def test_cancel_queued(large: World) -> None:
     assert first.ok(large.left, large.right).bytes == 64 << 20
     expected = [b"%d" % i for i, stopped in enumerate(early) if not stopped]
     large.right.instance.until(lambda: len(large.right.notes()) >= len(expected), large.right)
-    assert [text for _, text in large.right.notes()] == expected, "a cancelled batch sent its notification, or a late one did not"
+    assert [text for _, text in large.right.notes()] == expected, (
+        "a cancelled batch sent its notification, or a late one did not"
+    )
 
 
 @pytest.mark.needs("CANCEL", "ALLOC", "SIGNAL", "NOTIFY")
@@ -607,8 +639,11 @@ def test_cancel_at_every_stage(open_instance) -> None:
     expected = []
     for i in range(1, 150):
         op = left.submit(
-            WRITE, [(world.here, 0, world.remote, 8192, 1 << 20)], signal=(world.remote, 8 * i, i), note=(b"n", b"%d" % i)
-        )  # fmt: skip
+            WRITE,
+            [(world.here, 0, world.remote, 8192, 1 << 20)],
+            signal=(world.remote, 8 * i, i),
+            note=(b"n", b"%d" % i),
+        )
         patience = time.perf_counter() + chance.random() * 0.0006
         while time.perf_counter() < patience:
             pass
@@ -686,7 +721,8 @@ def test_high_priority_overtakes(large: World) -> None:
     low = [large.write(0, 0, 64 << 20, priority=-1) for _ in range(256)]
     high = large.write(0, 0, 1 << 20, priority=1)
     high.ok(large.left, large.right)
-    assert not any(op.released for op in low)
+    assert not low[-1].released
+    assert sum(op.released for op in low) < 100
     for op in low:
         large.left.cancel(op)
         op.wait(large.left, large.right)
@@ -719,7 +755,8 @@ def test_stop_with_work_in_flight(large: World, dead: bool) -> None:
     left.instance.until(lambda: left.progress(ops[0]) > 0, what="no progress")
     left.stop(dead).wait(left)
     assert all(op.released for op in ops), "stop finished before the ops were released"
-    assert {op.status for op in ops} == {vt.LINK}
+    assert {op.status for op in ops} <= {vt.LINK, vt.OK}
+    assert ops[-1].status == vt.LINK
     landed = large.there.view.tobytes()
     refused(vt.LINK, large.write, 0, 0, 8)
     assert large.there.view == landed
@@ -729,12 +766,7 @@ def test_stop_with_work_in_flight(large: World, dead: bool) -> None:
 @pytest.mark.needs("NOTIFY")
 def test_stop_with_notes_that_wait(pair) -> None:
     left, _ = pair
-    ops = []
-    for _ in range(100_000):
-        try:
-            ops.append(left.note(b"n", bytes(1000)))
-        except DriverError:
-            break
+    ops = fill_ring(left)
     waiting = [op for op in ops if not op.released]
     left.stop().wait(left)
     assert all(op.released and op.status == vt.LINK for op in waiting)
@@ -770,7 +802,8 @@ def test_stop_twice_with_work_in_flight(large: World) -> None:
     second = large.left.stop(dead=True)
     first.wait(large.left)
     second.wait(large.left)
-    assert {op.status for op in ops} == {vt.LINK}
+    assert all(op.released for op in ops)
+    assert ops[-1].status == vt.LINK
 
 
 @alloc
@@ -810,7 +843,8 @@ def test_fence_with_a_cooperating_peer(large: World) -> None:
     left.instance.until(lambda: left.progress(ops[0]) > 0, what="no progress")
     right.fence().ok(left, right)
     landed = large.there.view.tobytes()
-    assert {op.wait(left) for op in ops} == {vt.LINK}
+    assert {op.wait(left) for op in ops} <= {vt.LINK, vt.OK}
+    assert ops[-1].status == vt.LINK
     refused(vt.LINK, large.write, 0, 0, 8)
     assert large.there.view == landed
 

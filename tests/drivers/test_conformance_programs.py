@@ -98,10 +98,8 @@ def run(sides: list[Side], step: Step) -> None:
 
 
 def send(side: Side, step: Step, signal: tuple[vt.Memory, int, int] | None) -> None:
-    try:
-        op = side.link.submit(signal=signal, note=step.note, priority=step.priority)
-    except vt.DriverError as error:
-        assert error.status == vt.BUSY
+    op = vt.unless_busy(side.link.submit, signal=signal, note=step.note, priority=step.priority)
+    if op is None:
         event("refused for lack of room")
         return
     if op.answer == vt.PENDING:
@@ -122,9 +120,25 @@ def apply(side: Side, step: Step) -> None:
         side.sent.append(step.note)
 
 
-@settings(max_examples=int(__import__("os").environ.get("HXN","60")), deadline=None, suppress_health_check=list(HealthCheck))
-@given(program=st.lists(steps, max_size=25), threads=st.integers(1, 3), small=st.booleans())
+programs = given(program=st.lists(steps, max_size=25), threads=st.integers(1, 3), small=st.booleans())
+checks = list(HealthCheck)
+
+
+@programs
+@settings(max_examples=50, deadline=None, suppress_health_check=checks)
 def test_programs(driver: vt.CDriver, program: list[Step], threads: int, small: bool) -> None:
+    check(driver, program, threads, small)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@programs
+@settings(max_examples=2000, deadline=None, suppress_health_check=checks)
+def test_many_programs(driver: vt.CDriver, program: list[Step], threads: int, small: bool) -> None:
+    check(driver, program, threads, small)
+
+
+def check(driver: vt.CDriver, program: list[Step], threads: int, small: bool) -> None:
     options: dict[str, str] = {}
     if driver.name == b"shm":  # many chunks, a ring that fills
         options = {"threads": str(threads), "ring_bytes": "4096", "pending_notes": "4"}

@@ -37,12 +37,19 @@ def test_mirror_equals_header(tmp_path: Path) -> None:
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
         expected.append(f"{name} {c.sizeof(mirror)}")
         for field, *_ in mirror._fields_:
-            lines.append(f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}));')
+            lines.append(
+                f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}));'
+            )
             expected.append(f"{name}.{field} {getattr(mirror, field).offset} {getattr(mirror, field).size}")
     constants = {f"HXA_E_{name}": i for i, name in enumerate(vt.STATUS) if i}
     constants |= {f"HXA_CAP_{name}": 1 << i for i, name in enumerate(vt.CAPS)}
     constants |= {"HXA_DRIVER_ABI": 1, "HXA_DONE": vt.DONE, "HXA_PENDING": vt.PENDING, "HXA_COMPLETED": vt.COMPLETED}
-    constants |= {"HXA_RELEASED": vt.RELEASED, "HXA_READ": vt.READ, "HXA_WRITE": vt.WRITE, "HXA_RIGHT_READ": vt.MAY_READ}
+    constants |= {
+        "HXA_RELEASED": vt.RELEASED,
+        "HXA_READ": vt.READ,
+        "HXA_WRITE": vt.WRITE,
+        "HXA_RIGHT_READ": vt.MAY_READ,
+    }
     constants |= {"HXA_RIGHT_WRITE": vt.MAY_WRITE, "HXA_KIND_HOST": vt.HOST, "HXA_KIND_DEVICE": vt.DEVICE}
     constants |= {"HXA_CARD_BYTES": vt.CARD_BYTES, "HXA_CARD_FDS": vt.CARD_FDS, "HXA_EVENT_NOTE": vt.NOTE}
     constants |= {"HXA_EVENT_SIGNAL": vt.SIGNAL, "HXA_EVENT_LINK_DOWN": vt.LINK_DOWN, "HXA_EVENT_LOG": vt.LOG}

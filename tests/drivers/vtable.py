@@ -1,7 +1,7 @@
 """The driver interface from Python, without the core: a ctypes mirror of ``hxa_driver.h`` and thin objects over it.
 
-``test_vtable.py`` holds the mirror to the header.  Calls release the GIL; the sink's callbacks take it on whatever thread
-the driver posts from, and check rule T4 while they are at it.
+``test_vtable.py`` holds the mirror to the header.  Calls release the GIL; the sink's callbacks take it on whatever
+thread the driver posts from, and check rule T4 while they are at it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 
 DONE, PENDING = 0, 1
 STATUS = (
-    "OK", "INVALID", "RANGE", "RIGHTS", "UNSUPPORTED", "NOMEM", "BUSY", "LINK", "CANCELLED", "TIMEOUT", "PROTOCOL", "SYSTEM",
+    "OK", "INVALID", "RANGE", "RIGHTS", "UNSUPPORTED", "NOMEM", "BUSY", "LINK", "CANCELLED", "TIMEOUT", "PROTOCOL",
+    "SYSTEM",
 )  # fmt: skip
 OK, INVALID, RANGE, RIGHTS, UNSUPPORTED, NOMEM, BUSY, LINK, CANCELLED, TIMEOUT, PROTOCOL, SYSTEM = range(len(STATUS))
 COMPLETED, RELEASED = 1, 2
@@ -32,7 +33,7 @@ HOST, DEVICE = 0, 1
 CAPS = ("LOCAL_ANY", "ALLOC", "REGISTER", "SAME_HOST", "SIGNAL", "NOTIFY", "CANCEL", "FDS")
 NOTE, SIGNAL, LINK_DOWN, LOG = 1, 2, 3, 4
 CARD_BYTES, CARD_FDS = 1024, 4
-DEADLINE = float(__import__("os").environ.get("HXD", "20"))  # seconds until a wait fails; nothing here takes that long unless it hangs
+DEADLINE = 20.0  # seconds until a wait fails; nothing takes that long unless it hangs
 
 
 class COp(c.Structure):
@@ -50,7 +51,13 @@ class COp(c.Structure):
 
 
 class CDesc(c.Structure):
-    _fields_ = (("lmem", c.c_void_p), ("loff", c.c_uint64), ("rmem", c.c_void_p), ("roff", c.c_uint64), ("len", c.c_uint64))
+    _fields_ = (
+        ("lmem", c.c_void_p),
+        ("loff", c.c_uint64),
+        ("rmem", c.c_void_p),
+        ("roff", c.c_uint64),
+        ("len", c.c_uint64),
+    )
 
 
 class CBatch(c.Structure):
@@ -71,7 +78,12 @@ class CBatch(c.Structure):
 
 
 class CCard(c.Structure):
-    _fields_ = (("len", c.c_uint32), ("nfds", c.c_uint32), ("fds", c.c_int * CARD_FDS), ("data", c.c_uint8 * CARD_BYTES))
+    _fields_ = (
+        ("len", c.c_uint32),
+        ("nfds", c.c_uint32),
+        ("fds", c.c_int * CARD_FDS),
+        ("data", c.c_uint8 * CARD_BYTES),
+    )
 
 
 class COption(c.Structure):
@@ -152,8 +164,8 @@ class CDriver(c.Structure):
 
 # The mirror by the names of the header.
 STRUCTS = {
-    "hxa_op": COp, "hxa_desc": CDesc, "hxa_batch": CBatch, "hxa_card": CCard, "hxa_option": COption, "hxa_limits": CLimits,
-    "hxa_stats": CStats, "hxa_event": CEvent, "hxa_sink": CSink, "hxa_driver": CDriver,
+    "hxa_op": COp, "hxa_desc": CDesc, "hxa_batch": CBatch, "hxa_card": CCard, "hxa_option": COption,
+    "hxa_limits": CLimits, "hxa_stats": CStats, "hxa_event": CEvent, "hxa_sink": CSink, "hxa_driver": CDriver,
 }  # fmt: skip
 
 
@@ -318,7 +330,11 @@ class Link:
         return answer
 
     def notes(self) -> list[tuple[bytes, bytes]]:
-        return [(event.topic, event.data) for event in self.instance.events if event.link == self.cookie and event.kind == NOTE]
+        return [
+            (event.topic, event.data)
+            for event in self.instance.events
+            if event.link == self.cookie and event.kind == NOTE
+        ]
 
     def signals(self) -> int:
         return sum(event.link == self.cookie and event.kind == SIGNAL for event in self.instance.events)
@@ -326,7 +342,10 @@ class Link:
     def load(self, card: CCard, size: int, rights: int) -> Memory:
         """Import without waiting; ``memory.op`` tells when it is usable."""
         handle, op = c.c_void_p(), Op(self.instance)
-        op.accepted("mem_import", self.vt.mem_import(self.handle, c.byref(take(card)), size, rights, c.byref(handle), op.pointer))
+        op.accepted(
+            "mem_import",
+            self.vt.mem_import(self.handle, c.byref(take(card)), size, rights, c.byref(handle), op.pointer),
+        )
         memory = Memory(self.instance, handle.value, size, op=op)
         self.instance.memories.add(memory)
         return memory
@@ -347,7 +366,9 @@ class Link:
         priority: int = 0,
     ) -> Op:
         """``descs``: (local Memory or None, offset or address, remote Memory, offset, length)."""
-        rows = [(local and local.handle, loff, remote.handle, roff, length) for local, loff, remote, roff, length in descs]
+        rows = [
+            (local and local.handle, loff, remote.handle, roff, length) for local, loff, remote, roff, length in descs
+        ]
         array = (CDesc * max(1, len(rows)))(*rows)
         batch = CBatch(verb=verb, priority=priority, n=len(rows), desc=array, bytes=sum(row[4] for row in rows))
         keep = [batch, array]
@@ -355,7 +376,12 @@ class Link:
             batch.signal, batch.signal_off, batch.signal_value = signal[0].handle, signal[1], signal[2]
         if note is not None:
             topic, text = (c.create_string_buffer(part, len(part) + 1) for part in note)
-            batch.topic, batch.topic_len, batch.note, batch.note_len = c.addressof(topic), len(note[0]), c.addressof(text), len(note[1])
+            batch.topic, batch.topic_len, batch.note, batch.note_len = (
+                c.addressof(topic),
+                len(note[0]),
+                c.addressof(text),
+                len(note[1]),
+            )
             keep += [topic, text]
         op = Op(self.instance, keep)
         return op.accepted("submit", self.vt.submit(self.handle, c.byref(batch), op.pointer))
@@ -431,7 +457,9 @@ class Instance:
 
     def _event(self, _ctx: int, event: Any) -> None:
         raw = event.contents
-        seen = Event(raw.link, raw.kind, raw.status, c.string_at(raw.topic, raw.topic_len), c.string_at(raw.data, raw.data_len))
+        seen = Event(
+            raw.link, raw.kind, raw.status, c.string_at(raw.topic, raw.topic_len), c.string_at(raw.data, raw.data_len)
+        )
         with self.changed:
             self.events.append(seen)
             if seen.kind == LINK_DOWN and seen.link in self.links:
@@ -472,7 +500,7 @@ class Instance:
         return Link(self, cookie)
 
     def until(self, true: Callable[[], Any], *links: Link, timeout: float = DEADLINE, what: str = "timed out") -> None:
-        """Waits, polling the given links as a loop would: when their descriptor is readable or a poll left work behind."""
+        """Waits, polling the links as a loop would: when their descriptor is readable or a poll left work behind."""
         end = time.monotonic() + timeout
         while not true():
             if time.monotonic() > end:
@@ -514,6 +542,16 @@ class Instance:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def unless_busy(call: Callable[..., Op], *arguments: Any, **more: Any) -> Op | None:
+    """What the call answers, or None if it was refused for lack of room."""
+    try:
+        return call(*arguments, **more)
+    except DriverError as error:
+        if error.status != BUSY:
+            raise
+        return None
 
 
 def join(a: Instance, b: Instance) -> tuple[Link, Link]:

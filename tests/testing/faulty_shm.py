@@ -16,10 +16,11 @@ from pathlib import Path
 
 from hixl_async.drivers._faulty import DRIVER as FAULTY
 from hixl_async.drivers._shm import DRIVER as SHM
+
 from hixl_async.testing import FaultPlan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "drivers"))
-import vtable as vt  # noqa: E402
+import vtable as vt
 
 CAPSULE = b"hixl_async.driver.v1"
 

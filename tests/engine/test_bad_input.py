@@ -1,0 +1,380 @@
+"""Each wrong call gets one typed error that names what is wrong; nothing is sent, nothing changes, and the engine goes on.
+
+What concerns regions, connections, notifications and requests alone stands beside their other tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy
+import pytest
+
+from hixl_async import (
+    AccessError,
+    Address,
+    Batch,
+    BufferTypeError,
+    ClosedError,
+    Engine,
+    EngineConfig,
+    HixlError,
+    InvalidArgumentError,
+    PeerLostError,
+    RangeError,
+    Region,
+    RemoteRegion,
+    StaleRegionError,
+    UsageError,
+)
+from hixl_async.testing import EnginePair, engine_pair, until
+
+HUGE = (1 << 64) - 1
+
+
+class World:
+    """A pair, memory on both sides, and the proof that nothing happened."""
+
+    def __init__(self, pair: EnginePair, local: Region, region: Region, remote: RemoteRegion) -> None:
+        self.pair, self.left = pair, pair.left
+        self.local, self.region, self.remote = local, region, remote
+        memoryview(local)[:] = b"L" * 100
+        memoryview(region)[:] = b"R" * 100
+        self.before = self.left.stats()
+
+    async def check(self) -> None:
+        assert bytes(memoryview(self.local)) == b"L" * 100
+        assert bytes(memoryview(self.region)) == b"R" * 100
+        after = self.left.stats()
+        assert (after.transfers, after.pinned, after.in_flight) == (self.before.transfers, 0, 0)
+        assert self.local.pins == self.remote.pins == 0
+        assert await self.left.write(self.local, self.remote) == 100
+        assert bytes(memoryview(self.region)) == b"L" * 100
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with engine_pair() as pair:
+        region, remote = await pair.region("kv", 100)
+        world = World(pair, pair.left.allocate("local", 100), region, remote)
+        yield world
+        await world.check()
+
+
+# -- ranges
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "step"),
+    [
+        (0, 101, None), (101, 101, None), (101, 102, None), (60, 50, None), (-1, 50, None), (0, -1, None), (-10, None, None),
+        (HUGE, HUGE, None), (0, HUGE, None), (0, 1 << 64, None), (1 << 200, None, None),
+        (0, 50, 2), (50, 0, -1), (0, 50, -1), (0, 50, 0), (0.5, 50, None), ("0", 50, None),
+    ],
+)  # fmt: skip
+async def test_ranges_outside(world: World, start: Any, stop: Any, step: Any) -> None:
+    for memory in (world.local, world.remote, world.remote[0:100]):
+        with pytest.raises(RangeError, match="slice|range"):
+            memory[start:stop:step]
+
+
+@pytest.mark.parametrize("key", [0, -1, "a", None, (0, 1), ...])
+async def test_indexes_that_are_no_slices(world: World, key: Any) -> None:
+    for memory in (world.local, world.remote, world.remote[0:10]):
+        with pytest.raises(InvalidArgumentError, match="slice of bytes"):
+            memory[key]
+
+
+@pytest.mark.parametrize(("local", "remote"), [(10, 11), (11, 10), (0, 0), (0, 10), (10, 0)])
+async def test_lengths_that_differ_or_are_zero(world: World, local: int, remote: int) -> None:
+    for left in (world.local[0:local], bytearray(local)):
+        for call in (world.left.read, world.left.write):
+            with pytest.raises(RangeError, match=rf"{local} local and {remote} remote bytes"):
+                call(left, world.remote[0:remote])
+    with pytest.raises(RangeError, match="descriptor 0"):
+        Batch("write", [(world.local[0:local], world.remote[0:remote])])
+
+
+# -- buffers
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        numpy.zeros((10, 10), "uint8")[:, 1], numpy.zeros(20, "uint8")[::2], numpy.zeros((2, 5), "uint8").T,
+        memoryview(bytearray(20))[::2], 7, "text", None, [1] * 10, object(), (b"1234567890",),
+    ],
+)  # fmt: skip
+async def test_buffers_that_are_none(world: World, buffer: Any) -> None:
+    for call in (world.left.read, world.left.write):
+        with pytest.raises(BufferTypeError, match="contiguous"):
+            call(buffer, world.remote[0:10])
+
+
+def frozen() -> Any:
+    array = numpy.zeros(10, "uint8")
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("buffer", [b"1234567890", memoryview(bytearray(10)).toreadonly(), frozen()])
+async def test_read_only_buffers_as_the_target_of_a_read(world: World, buffer: Any) -> None:
+    with pytest.raises(BufferTypeError, match=r"writable|read-only"):
+        world.left.read(buffer, world.remote[0:10])
+    registered = world.left.register("constant", buffer)
+    for call in (
+        lambda: world.left.read(registered, world.remote[0:10]),
+        lambda: Batch("read", [(registered[0:10], world.remote[0:10])]),
+    ):
+        with pytest.raises(BufferTypeError, match="read-only"):
+            call()
+
+
+# -- whose memory
+
+
+async def test_sides_that_are_no_regions(world: World) -> None:
+    for wrong in (world.local, world.local[0:10], b"1234567890", None, 7, "kv"):
+        with pytest.raises(InvalidArgumentError, match="remote must be"):
+            world.left.write(b"1234567890", wrong)
+    for wrong in (world.remote, world.remote[0:10]):
+        with pytest.raises(InvalidArgumentError, match="local must be"):
+            world.left.write(wrong, world.remote[0:10])
+
+
+async def test_memory_of_another_engine(world: World) -> None:
+    back = await world.pair.back.region(world.left.allocate("back", 100, access="read-write").name)
+    with pytest.raises(InvalidArgumentError, match="another engine"):
+        world.left.write(b"x" * 100, back)
+    with pytest.raises(InvalidArgumentError, match="another engine"):
+        world.left.submit(Batch("write", [(world.pair.right.allocate("r", 10), back[0:10])]))
+    with pytest.raises(UsageError, match="another engine"):
+        world.left.write(world.region, world.remote)
+    with pytest.raises(UsageError, match="another engine"):
+        world.left.submit(Batch("write", [(world.region, world.remote)]))
+
+
+async def test_memory_of_two_peers_in_one_batch(world: World) -> None:
+    async with Engine("127.0.0.1:0") as third:
+        third.allocate("kv", 100, access="read-write")
+        other = await (await world.left.connect(third.address)).region("kv")
+        with pytest.raises(InvalidArgumentError, match="one peer"):
+            Batch("write", [(world.local[0:10], world.remote[0:10]), (world.local[0:10], other[0:10])])
+        with pytest.raises(InvalidArgumentError, match="another peer"):
+            world.left.write(world.local[0:8], world.remote[0:8], signal=(other[0:8], 1))
+
+
+async def test_dead_memory_and_dead_peers() -> None:
+    async with engine_pair() as pair:
+        region, remote = await pair.region("kv", 10)
+        local = pair.left.allocate("local", 10)
+        batch = Batch("write", [(local[0:10], remote[0:10])])
+        await local.aclose()
+        for call in (lambda: pair.left.write(local, remote), lambda: pair.left.submit(batch)):
+            with pytest.raises(ClosedError, match="closed"):
+                call()
+        local = pair.left.allocate("local", 10)
+        batch = Batch("write", [(local[0:10], remote[0:10])])
+        await region.aclose()
+        await until(lambda: not remote.alive)
+        for call in (lambda: pair.left.write(local, remote), lambda: pair.left.submit(batch)):
+            with pytest.raises(StaleRegionError, match="closed by its owner"):
+                call()
+        _, remote = await pair.region("kv", 10)
+        batch = Batch("write", [(local[0:10], remote[0:10])])
+        await pair.right.aclose()
+        await until(lambda: not pair.left.peers)
+        for call in (lambda: pair.left.write(local, remote), lambda: pair.left.submit(batch)):
+            with pytest.raises(PeerLostError, match="'right'"):
+                call()
+        assert pair.left.stats().pinned == 0
+
+
+# -- batches
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 0, 101)], [(1, 0, 100)], [(0, 1, 100)], [(100, 0, 1)], [(0, 0, 0)], [(0, 0, 1), (0, 0, 0)],
+        [(HUGE, 0, 1)], [(0, HUGE, 1)], [(0, 0, HUGE)], [(HUGE, HUGE, HUGE)], [(50, 0, HUGE - 49)], [(0, 50, HUGE - 49)],
+    ],
+)  # fmt: skip
+async def test_rows_outside_or_beyond_64_bits(world: World, rows: list[tuple[int, int, int]]) -> None:
+    for table in (rows, numpy.array(rows, "uint64")):
+        with pytest.raises(RangeError, match=r"descriptor \d+ .*empty or reaches outside") as caught:
+            Batch("write", world.local, world.remote, table)
+        assert caught.value.index == len(rows) - 1
+
+
+async def test_rows_below_zero(world: World) -> None:
+    with pytest.raises(RangeError, match="outside"):
+        Batch("write", world.local, world.remote, numpy.array([[-1, 0, 1]]))
+    with pytest.raises(InvalidArgumentError, match=r"0\.\.2\*\*64-1"):
+        Batch("write", world.local, world.remote, [(-1, 0, 1)])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        numpy.zeros((4, 2), "uint64"), numpy.zeros((4, 4), "uint64"), numpy.zeros(12, "uint64"), numpy.zeros((4, 3), "uint32"),
+        numpy.zeros((4, 3), "float64"), numpy.zeros((4, 3, 1), "uint64"), numpy.zeros((0, 3), "uint64"),
+        numpy.ones((3, 4), "uint64").T, numpy.ones((4, 3), ">u8"), [], [(1, 2)], [(1, 2, 3, 4)], [1, 2, 3], ["abc"], 7,
+        [(1, 2, 1 << 64)], [(1.5, 2, 3)], [(None, 2, 3)], b"123",
+    ],
+)  # fmt: skip
+async def test_rows_of_the_wrong_shape(world: World, rows: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="rows|descriptors"):
+        Batch("write", world.local, world.remote, rows)
+
+
+@pytest.mark.parametrize("parts", [[], [()], [(1,)], [1], 7, None, "text", [(None, None)], [("a", "b", "c", "d")]])
+async def test_parts_that_are_none(world: World, parts: Any) -> None:
+    with pytest.raises(InvalidArgumentError):
+        Batch("write", parts)
+
+
+@pytest.mark.parametrize("verb", ["", "put", "WRITE", None, 1, []])
+async def test_verbs(world: World, verb: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="verb must be 'read' or 'write'"):
+        Batch(verb, world.local, world.remote, [(0, 0, 1)])
+
+
+async def test_more_descriptors_than_the_driver_takes(world: World) -> None:
+    limit = world.left.driver_limits()["shm"]["descriptors"]
+    rows = numpy.tile(numpy.array([[0, 0, 1]], "uint64"), (limit + 1, 1))
+    with pytest.raises(InvalidArgumentError, match=rf"{limit + 1} descriptors.*split"):
+        Batch("write", world.local, world.remote, rows)
+
+
+async def test_what_is_no_batch(world: World) -> None:
+    for wrong in (None, 7, [(world.local, world.remote)]):
+        with pytest.raises((InvalidArgumentError, TypeError)):
+            world.left.submit(wrong)  # type: ignore[arg-type]
+
+
+async def test_rights_of_a_batch(world: World) -> None:
+    world.pair.right.allocate("readable", 10, access="read")
+    world.pair.right.allocate("writable", 10, access="write")
+    readable, writable = await world.pair.peer.region("readable"), await world.pair.peer.region("writable")
+    for verb, target in (("write", readable), ("read", writable)):
+        with pytest.raises(AccessError, match=verb):
+            Batch(verb, [(world.local[0:10], target[0:10])])
+    with pytest.raises(AccessError, match="write"):
+        world.left.read(world.local[0:8], readable[0:8], signal=(readable[0:8], 1))
+
+
+# -- options of a transfer
+
+
+@pytest.mark.parametrize("deadline", [0, -1, float("nan"), float("inf"), "1", [], True and "soon"])
+async def test_deadlines(world: World, deadline: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="deadline"):
+        world.left.write(world.local, world.remote, deadline=deadline)
+
+
+@pytest.mark.parametrize("priority", ["", "urgent", 1, [], b"high"])
+async def test_priorities(world: World, priority: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="priority must be 'low', 'normal' or 'high'"):
+        world.left.write(world.local, world.remote, priority=priority)
+
+
+async def test_signals(world: World) -> None:
+    place = world.remote[8:16]
+    for wrong in (7, (), (place,), (place, -1), (place, 1 << 64), (place, "x"), (place, 1.5), (None, 1), (world.local[8:16], 1)):
+        with pytest.raises(InvalidArgumentError, match="signal"):
+            world.left.write(world.local[0:8], world.remote[0:8], signal=wrong)
+    for wrong in (world.remote[0:4], world.remote[4:12], world.remote[0:16], world.remote[0:0]):
+        with pytest.raises(InvalidArgumentError, match="8 aligned bytes"):
+            world.left.write(world.local[0:8], world.remote[0:8], signal=(wrong, 1))
+
+
+# -- regions
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, "é" * 129, "line\nbreak", "\0", "\ud800", None, 7, b"kv"])
+async def test_region_names(world: World, name: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="name must be"):
+        world.left.allocate(name, 10)
+    with pytest.raises(InvalidArgumentError, match="name must be"):
+        world.left.register(name, bytearray(10))
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "10", None, True, 1 << 62, 1 << 64])
+async def test_region_sizes(world: World, size: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="size"):
+        world.left.allocate("new", size)
+
+
+@pytest.mark.parametrize("access", ["", "rw", "all", 3, None, [], "READ"])
+async def test_region_access(world: World, access: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="access must be one of 'none', 'read', 'write', 'read-write'"):
+        world.left.allocate("new", 10, access=access)
+    with pytest.raises(InvalidArgumentError, match="access must be"):
+        world.left.register("new", bytearray(10), access=access)
+
+
+async def test_a_name_twice(world: World) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"region 'local' exists already; close it first"):
+        world.left.allocate("local", 10)
+    with pytest.raises(InvalidArgumentError, match="exists already"):
+        world.left.register("local", bytearray(10))
+    assert world.left.regions == {"local": world.local}
+
+
+async def test_grants(world: World) -> None:
+    with pytest.raises(InvalidArgumentError, match="grant"):
+        world.left.allocate("new", 10, grant="read")  # type: ignore[arg-type]
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"address": "nowhere"}, {"address": 7}, {"address": "127.0.0.1:70000"}, {"address": b"127.0.0.1:1"},
+        {"name": ""}, {"name": "x" * 129}, {"name": 7}, {"name": "line\nbreak"},
+        {"domain": ""}, {"domain": None}, {"domain": "\x1b[31m"},
+        {"secret": "short"}, {"secret": b""}, {"secret": 12345678}, {"secret": ["12345678"]},
+        {"drivers": []}, {"drivers": {}}, {"drivers": "shm"}, {"drivers": [7]}, {"drivers": [[]]}, {"drivers": {"shm": None}},
+        {"drivers": {7: {}}}, {"drivers": {"shm": ["threads"]}},
+        {"unix_dir": 7},
+        {"stall": 0}, {"stall": -1}, {"stall": float("nan")}, {"stall": "10"}, {"stall": None},
+        {"connect_timeout": 0}, {"close_timeout": float("inf")},
+        {"notification_limit": 0}, {"notification_limit": "many"}, {"notification_limit": 1.5},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_settings(settings: dict[str, Any]) -> None:
+    name = next(iter(settings))
+    with pytest.raises(InvalidArgumentError, match=name):
+        Engine(**settings)
+    with pytest.raises(HixlError):
+        EngineConfig.build(**{"address": None, **settings})
+
+
+def test_unknown_settings() -> None:
+    with pytest.raises(TypeError, match="colour"):
+        Engine(colour="red")  # type: ignore[call-arg]
+    with pytest.raises(InvalidArgumentError, match="colour"):
+        EngineConfig.build(None, colour="red")
+
+
+def test_settings_that_are_shown_to_people_hide_the_secret() -> None:
+    config = EngineConfig.build("127.0.0.1:0", secret="do not show this")
+    assert "do not show this" not in repr(config)
+    assert config.address == Address("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"threads": "many"}, "threads"), ({"colour": "red"}, "colour"), ({"ring_bytes": 5000}, "ring_bytes"),
+        ({str(i): 1 for i in range(17)}, "16 options"),
+    ],
+)  # fmt: skip
+async def test_driver_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"'shm'.*{text}"):
+        await Engine(drivers={"shm": options}).open()

@@ -1,0 +1,372 @@
+"""The end of a connection: who hears what, in which order, and that nothing said before it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+from puppet import ARMED, GONE, HEAD, puppet
+
+from hixl_async import ClosedError, Engine, HixlError, PeerLostError, PeerState
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
+
+from .conftest import settle
+
+# -- both at once
+
+
+@pytest.mark.parametrize("ticks", range(8))
+async def test_both_sides_close_at_once(ticks: int) -> None:
+    """Whoever is faster: no loss is reported as anything but a leave, nothing waits for its timeout."""
+    async with engine_pair(close_timeout=30) as pair:
+        lost: list[Any] = []
+        pair.peer.add_lost_callback(lost.append)
+        pair.back.add_lost_callback(lost.append)
+        closing = asyncio.ensure_future(pair.left.aclose())
+        await settle(ticks)
+        async with asyncio.timeout(10):
+            await asyncio.gather(closing, pair.right.aclose())
+        assert len(lost) == 2
+        assert all("closed here" in str(error) or "left" in str(error) for error in lost), lost
+        assert pair.peer.state is pair.back.state is PeerState.DOWN
+
+
+@pytest.mark.parametrize("ticks", range(8))
+async def test_both_peers_close_at_once_with_work_in_flight(ticks: int) -> None:
+    async with engine_pair(close_timeout=30) as pair:
+        _, remote = await pair.region("kv", 8 << 20)
+        back = await pair.back.region(pair.left.allocate("back", 8 << 20, access="write").name)
+        transfers = [
+            pair.left.write(bytes(8 << 20), remote, notify=("t", b"x")),
+            pair.right.write(bytes(8 << 20), back, notify=("t", b"x")),
+        ]
+        closing = asyncio.ensure_future(pair.peer.aclose())
+        await settle(ticks)
+        async with asyncio.timeout(10):
+            await asyncio.gather(closing, pair.back.aclose(), pair.peer.aclose())
+        for transfer in transfers:
+            await transfer.drained()
+            with contextlib.suppress(PeerLostError):
+                await transfer
+        for engine in (pair.left, pair.right):
+            await until(lambda engine=engine: engine.stats().peers == 0)
+            assert engine.stats().pinned == 0
+        again = await pair.left.connect(pair.right.address)
+        assert (await again.region("kv")).size == 8 << 20
+
+
+async def test_closing_a_peer_that_is_leaving(pair: EnginePair) -> None:
+    """A local `aclose` joins the end that the peer's goodbye began, and does not cut it short."""
+    for _ in range(10):
+        closing = asyncio.ensure_future(pair.peer.aclose())
+        await until(lambda: pair.back.state is not PeerState.UP)
+        await pair.back.aclose()
+        await closing
+        assert isinstance(pair.back.error, PeerLostError)
+        assert "left" in str(pair.back.error)
+        accepted = pair.right.accepted()
+        peer = await pair.left.connect(pair.right.address)
+        pair = pair._replace(peer=peer, back=await accepted.get())
+
+
+# -- what was said before the end
+
+
+@pytest.mark.parametrize("end", ["engine", "peer"])
+async def test_notes_sent_right_before_leaving_arrive(end: str) -> None:
+    async with engine_pair() as pair:
+        notes = pair.right.notifications()
+        for i in range(2000):
+            await pair.left.notify(pair.peer, "t", i.to_bytes(2, "big"))
+        await (pair.left if end == "engine" else pair.peer).aclose()
+        assert pair.right.stats().notifications == 2000
+        assert [(await notes.get()).payload for _ in range(2000)] == [i.to_bytes(2, "big") for i in range(2000)]
+
+
+async def test_notes_to_one_who_is_leaving_arrive(pair: EnginePair) -> None:
+    """The other direction: what lies in our ring when we leave is still delivered here."""
+    notes = pair.left.notifications()
+    await asyncio.gather(*(pair.right.notify(pair.back, "t", bytes([i])) for i in range(50)))
+    await pair.peer.aclose()
+    assert len(notes) == 50
+
+
+async def test_the_loss_is_told_after_the_notes() -> None:
+    async with engine_pair() as pair:
+        order: list[str] = []
+        pair.back.add_lost_callback(lambda error: order.append("lost"))
+        notes = pair.right.notifications("t")
+
+        async def read() -> None:
+            async for note in notes:
+                order.append(note.payload.decode())
+
+        reading = asyncio.ensure_future(read())
+        await settle(3)
+        await pair.left.notify(pair.peer, "t", b"last words")
+        await pair.left.aclose()
+        await until(lambda: len(order) == 2)
+        assert sorted(order) == ["last words", "lost"]
+        reading.cancel()
+
+
+# -- a link that breaks
+
+
+async def test_a_link_that_ends_without_goodbye(engine: Engine) -> None:
+    """No new work at once; lost after a moment in which a goodbye might explain it."""
+    engine.allocate("kv", 8, access="write")
+    async with puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        peer = engine.peers[0]
+        assert actor.link is not None
+        actor.link.theirs[GONE] = 1
+        actor.link.ring()
+        await until(lambda: peer.state is not PeerState.UP)
+        with pytest.raises(HixlError):
+            engine.notify(peer, "t", b"x")
+        await until(lambda: peer.state is PeerState.DOWN)
+        with pytest.raises(PeerLostError, match="the link to peer 'puppet' broke"):
+            await peer.request("hixl.ping", {})
+
+
+async def test_a_goodbye_that_follows_its_link_explains_it(engine: Engine) -> None:
+    async with puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        peer = engine.peers[0]
+        assert actor.link is not None
+        actor.link.theirs[GONE] = 1
+        actor.link.ring()
+        await until(lambda: peer.state is PeerState.CLOSING)
+        actor.say("goodbye")
+        await actor.hear("goodbye")
+        await until(lambda: peer.state is PeerState.DOWN)
+        assert str(peer.error) == "peer 'puppet' left"
+        await peer.fenced()
+
+
+async def test_a_goodbye_before_its_link_ends(engine: Engine) -> None:
+    async with puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        peer = engine.peers[0]
+        actor.say("goodbye")
+        await actor.hear("goodbye")
+        assert str(peer.error or "") in ("", "peer 'puppet' left")
+        await peer.fenced()
+        await until(lambda: engine.stats().peers == 0)
+
+
+async def test_a_goodbye_that_is_never_answered(engine: Engine) -> None:
+    """`engine` has a close_timeout of a second; its memory does not count as free before the peer is dead."""
+    region = engine.allocate("kv", 4096, access="write")
+    async with puppet(engine.address) as actor:
+        await actor.get("kv")
+        peer = engine.peers[0]
+        start = asyncio.get_running_loop().time()
+        await peer.aclose()
+        assert 0.9 < asyncio.get_running_loop().time() - start < 10
+        assert region.pins == 1
+        fencing = asyncio.ensure_future(peer.fenced())
+        await settle()
+        assert not fencing.done()
+        fencing.cancel()
+
+
+async def test_a_connection_that_breaks_is_no_goodbye(engine: Engine) -> None:
+    """While we wait for its goodbye: the end of a socket proves nothing, the memory stays pinned."""
+    region = engine.allocate("kv", 4096, access="write")
+    async with puppet(engine.address) as actor:
+        await actor.get("kv")
+        peer = engine.peers[0]
+        closing = asyncio.ensure_future(peer.aclose())
+        await actor.hear("goodbye")
+        await actor.connection.aclose()
+        await closing
+        assert peer.state is PeerState.DOWN
+        assert region.pins == 1
+
+
+async def test_work_in_flight_when_the_peer_leaves() -> None:
+    plan = FaultPlan(seed=1).hold()
+    async with engine_pair(drivers=faulty("shm", plan)) as pair:
+        _, remote = await pair.region("kv", 4096)
+        transfer = pair.left.write(bytes(4096), remote)
+        await pair.right.aclose()
+        with pytest.raises(PeerLostError):
+            await transfer
+        await transfer.drained()
+
+
+async def test_callbacks_that_fail_spoil_nothing(pair: EnginePair, loop_errors: list[dict[str, Any]]) -> None:
+    heard: list[str] = []
+    pair.back.add_lost_callback(lambda error: 1 / 0)
+    pair.back.add_lost_callback(lambda error: heard.append("lost"))
+    pair.back.add_signal_callback(lambda: 1 / 0)
+    pair.back.add_signal_callback(lambda: heard.append("signal"))
+    _, remote = await pair.region("kv", 8)
+    await pair.left.write(b"12345678", remote, signal=(remote[0:8], 7))
+    await until(lambda: heard == ["signal"])
+    await pair.left.aclose()
+    await until(lambda: heard == ["signal", "lost"])
+    assert len(loop_errors) == 2
+    loop_errors.clear()
+    pair.back.remove_lost_callback(print)
+    pair.back.remove_signal_callback(print)
+
+
+async def test_calls_into_a_connection_that_is_lost_but_not_yet_told(engine: Engine) -> None:
+    """Between the break of the socket and the moment the loop tells: errors of the right kind, and no other's business."""
+    async with puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        peer = engine.peers[0]
+        peer._connection.abort(PeerLostError("cut"))
+        assert peer.state is PeerState.UP
+        with pytest.raises(PeerLostError):
+            peer.post("anything", {})
+        with pytest.raises(PeerLostError):
+            await peer.request("anything", {})
+        region = engine.allocate("new", 8, access="read")
+        assert engine.regions == {"new": region}
+        del actor
+
+
+# -- a peer that says what it should not
+
+
+SAYINGS: dict[str, dict[str, Any]] = {
+    "unknown": {"kind": "hello-again"},
+    "link again": {"kind": "link", "driver": "shm", "card": ""},
+    "ready again": {"kind": "ready"},
+    "region.up without a name": {"kind": "region.up", "id": 1, "size": 1, "access": 1},
+    "region.up with odd rights": {"kind": "region.up", "name": "x", "id": 1, "size": 1, "access": 999},
+    "region.up without rights": {"kind": "region.up", "name": "x", "id": 1, "size": 1, "access": 0},
+    "region.up with a huge name": {"kind": "region.up", "name": "x" * 300, "id": 1, "size": 1, "access": 1},
+    "region.up with a negative number": {"kind": "region.up", "name": "x", "id": -1, "size": 1, "access": 1},
+    "region.down of nothing": {"kind": "region.down"},
+    "region.get of text": {"kind": "region.get", "call": 1, "id": "kv"},
+    "region.gone of nothing": {"kind": "region.gone"},
+    "call without a service": {"kind": "call", "call": 1, "body": {}},
+    "call with a list": {"kind": "call", "call": 1, "service": "hixl.ping", "body": []},
+    "call with a flag for a number": {"kind": "call", "call": True, "service": "hixl.ping", "body": {}},
+    "post without a body": {"kind": "post", "service": "hixl.ping"},
+    "answer without a number": {"kind": "answer", "body": {}},
+    "failure without a number": {"kind": "failure", "error": "x", "message": "y"},
+}
+
+
+@pytest.mark.parametrize("saying", SAYINGS)
+async def test_nonsense_ends_the_connection_and_nothing_else(engine: Engine, saying: str) -> None:
+    async with Engine(name="friend") as friend, puppet(engine.address) as actor:
+        await friend.connect(engine.address)
+        await until(lambda: len(engine.peers) == 2)
+        actor.say(**SAYINGS[saying])
+        await actor.lost
+        await until(lambda: len(engine.peers) == 1)
+        assert await friend.peers[0].request("hixl.ping", {"n": 1}) == {"n": 1}
+
+
+@pytest.mark.parametrize("kind", ["goodbye", "region.gone", "answer", "call", "region.get", "region.up", "post", "unknown"])
+async def test_out_of_turn_before_it_is_up(engine: Engine, kind: str) -> None:
+    from puppet import Puppet
+
+    actor = await Puppet.dial(engine.address)
+    actor.start()
+    actor.say(kind, call=1, id=1, name="x", size=1, access=1, service="hixl.ping", body={})
+    await actor.lost
+    await until(lambda: engine.stats().peers == 0)
+    await actor.aclose()
+
+
+@pytest.mark.parametrize("kind", ["region.gone", "answer", "call", "post", "goodbye", "region.up"])
+async def test_descriptors_where_none_belong(engine: Engine, kind: str) -> None:
+    """They are closed, all of them (the balance sheet sees to it), and that was that."""
+    import os
+
+    async with puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        fds = [os.memfd_create("stray") for _ in range(4)]
+        body = {"call": 1, "id": 1, "name": "x", "size": 1, "access": 1, "service": "hixl.ping", "body": {}}
+        actor.say(kind, fds=fds, **body)
+        for fd in fds:
+            os.close(fd)
+        await actor.lost
+        await until(lambda: not any("stray" in _target(fd) for fd in os.listdir("/proc/self/fd")))
+
+
+def _target(fd: str) -> str:
+    import os
+
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+async def test_a_link_after_nonsense_in_one_breath(engine: Engine) -> None:
+    """The connection is lost by the first message; the second one must not wake a link that is gone."""
+    from puppet import Puppet, ShmEnd, text
+
+    for last in ("link", "ready", "region.get"):
+        actor = await Puppet.dial(engine.address)
+        actor.start()
+        offer = await actor.hear("link")
+        actor._fds.clear()
+        link = ShmEnd(offer.fds)
+        actor.link = link
+        actor.say("nonsense")
+        if last == "link":
+            actor.say("link", driver="shm", card=text(link.card), fds=link.fds)
+        else:
+            actor.say(last, call=1, id=1)
+        await actor.lost
+        await until(lambda: engine.stats().peers == 0)
+        await actor.aclose()
+    async with Engine() as friend:
+        await friend.connect(engine.address)
+
+
+async def test_a_link_card_over_the_limit(engine: Engine) -> None:
+    import os
+
+    from puppet import Puppet, text
+
+    for card in (bytes(1025), bytes(3), b"", bytes(40)):
+        actor = await Puppet.dial(engine.address)
+        actor.start()
+        await actor.hear("link")
+        fds = [os.memfd_create("stray") for _ in range(3)]
+        actor.say("link", driver="shm", card=text(card), fds=fds)
+        for fd in fds:
+            os.close(fd)
+        await actor.lost
+        await until(lambda: not any("stray" in _target(fd) for fd in os.listdir("/proc/self/fd")))
+        await actor.aclose()
+
+
+async def test_more_regions_than_anybody_needs(engine: Engine) -> None:
+    from hixl_async.sharing import MAX_OFFERS
+
+    async with puppet(engine.address) as actor:
+        for number in range(MAX_OFFERS):
+            actor.say("region.up", name=f"region {number}", id=number, size=1, access=1)
+            if number % 100 == 0:
+                await until(lambda: not actor.connection._queue)
+        await until(lambda: len(engine.peers[0].regions) == MAX_OFFERS)
+        actor.say("region.up", name="region 7", id=9999, size=1, access=2)
+        actor.say("region.up", name="one more", id=9998, size=1, access=1)
+        await actor.lost
+        assert actor.link is not None
+        assert actor.link.theirs[HEAD] == 0
+        assert actor.link.ours[ARMED] in (0, 1)
+
+
+async def test_close_with_a_peer_that_went_silent(engine: Engine) -> None:
+    """The engine's own close: bounded, although somebody never answers."""
+    async with puppet(engine.address):
+        await until(lambda: engine.peers)
+        async with asyncio.timeout(20):
+            await engine.aclose()
+        with pytest.raises(ClosedError):
+            engine.allocate("kv", 1)

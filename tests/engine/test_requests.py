@@ -1,0 +1,254 @@
+"""Requests, posts and the handlers that answer them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from puppet import puppet
+
+from hixl_async import (
+    BusyError,
+    ClosedError,
+    Engine,
+    HixlError,
+    InvalidArgumentError,
+    Peer,
+    PeerLostError,
+    RangeError,
+    TransferTimeoutError,
+)
+from hixl_async.calls import MAX_HANDLERS
+from hixl_async.testing import EnginePair, engine_pair, until
+
+from .conftest import settle
+
+
+async def test_handlers_that_answer_at_once_and_later(pair: EnginePair) -> None:
+    async def later(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return {"from": peer.name, **body}
+
+    pair.right.serve("now", lambda peer, body: {"double": body["n"] * 2})
+    pair.right.serve("later", later)
+    pair.right.serve("nothing", lambda peer, body: None)
+    assert await pair.peer.request("now", {"n": 4}) == {"double": 8}
+    assert await pair.peer.request("later", {"deep": [{"er": None}]}) == {"from": "left", "deep": [{"er": None}]}
+    assert await pair.peer.request("nothing", {}) == {}
+    answers = await asyncio.gather(*(pair.peer.request("now", {"n": n}) for n in range(100)))
+    assert [answer["double"] for answer in answers] == list(range(0, 200, 2))
+
+
+async def test_posts_and_requests_arrive_in_order(pair: EnginePair) -> None:
+    heard: list[int] = []
+    pair.right.serve("log", lambda peer, body: heard.append(body["n"]))
+    for n in range(50):
+        if n % 2:
+            pair.peer.post("log", {"n": n})
+        else:
+            asyncio.ensure_future(pair.peer.request("log", {"n": n}))
+            await asyncio.sleep(0)
+    await pair.peer.request("log", {"n": 50})
+    assert heard == list(range(51))
+
+
+async def test_errors_reach_the_caller_with_their_type(pair: EnginePair) -> None:
+    def fail(peer: Peer, body: dict[str, Any]) -> None:
+        raise RangeError("layer 7 does not exist")
+
+    async def fail_later(peer: Peer, body: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+        fail(peer, body)
+
+    pair.right.serve("fail", fail)
+    pair.right.serve("fail-later", fail_later)
+    for service in ("fail", "fail-later"):
+        with pytest.raises(RangeError, match="layer 7") as caught:
+            await pair.peer.request(service, {})
+        assert caught.value.peer == "right"
+    with pytest.raises(InvalidArgumentError, match="nobody serves 'no-such-service'"):
+        await pair.peer.request("no-such-service", {})
+    assert await pair.peer.request("hixl.ping", {"still": "up"}) == {"still": "up"}
+
+
+@pytest.mark.parametrize("kind", ["raises", "raises later", "answers with a list", "answers with what JSON cannot carry", "is too long"])
+async def test_broken_handlers(pair: EnginePair, loop_errors: list[dict[str, Any]], kind: str) -> None:
+    """Our own handler's fault: the caller hears of it, the loop's exception handler too, and the connection goes on."""
+
+    async def raise_later(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        raise ZeroDivisionError
+
+    handlers: dict[str, Any] = {
+        "raises": lambda peer, body: {"n": 1 / 0},
+        "raises later": raise_later,
+        "answers with a list": lambda peer, body: [1, 2],
+        "answers with what JSON cannot carry": lambda peer, body: {"n": object()},
+        "is too long": lambda peer, body: {"n": "x" * 70_000},
+    }
+    pair.right.serve("broken", handlers[kind])
+    with pytest.raises(HixlError, match="the handler of 'broken' failed"):
+        await pair.peer.request("broken", {})
+    assert "exception" in loop_errors.pop()
+    pair.peer.post("broken", {})
+    assert await pair.peer.request("hixl.ping", {"n": 1}) == {"n": 1}
+    assert len(loop_errors) == (0 if kind.startswith(("answers", "is")) else 1)
+    loop_errors.clear()
+
+
+@pytest.mark.parametrize(
+    ("service", "body"),
+    [
+        ("s", {"n": object()}),
+        ("s", {7: 7}),
+        ("s", {"n": float("nan")}),
+        ("s", {"n": 1 << 70}),
+        ("s", {"n": "x" * 70_000}),
+        ("s", {"n": "\ud800"}),
+        ("s", [1]),
+        ("s", None),
+        ("", {}),
+        (7, {}),
+        (None, {}),
+    ],
+)
+async def test_requests_that_cannot_be_sent(pair: EnginePair, service: Any, body: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="request cannot be sent|body must be|service must be"):
+        await pair.peer.request(service, body)
+    with pytest.raises(InvalidArgumentError):
+        pair.peer.post(service, body)
+    assert await pair.peer.request("hixl.ping", {"n": 1}) == {"n": 1}
+    assert not pair.peer._calls._waiting
+
+
+async def test_an_oversized_request_names_the_limit(pair: EnginePair) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"over the limit of 65536"):
+        await pair.peer.request("hixl.ping", {"n": "x" * 65536})
+    assert len((await pair.peer.request("hixl.ping", {"n": "x" * 60_000}))["n"]) == 60_000
+
+
+async def test_nobody_answers_in_time(pair: EnginePair) -> None:
+    never = asyncio.Event()
+    cancelled = []
+
+    async def wait(peer: Peer, body: dict[str, Any]) -> None:
+        try:
+            await never.wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    pair.right.serve("wait", wait)
+    with pytest.raises(TransferTimeoutError, match=r"'right' did not answer 'wait' within 0\.01 s"):
+        await pair.peer.request("wait", {}, timeout=0.01)
+    waiting = asyncio.ensure_future(pair.peer.request("wait", {}))
+    await settle()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not pair.peer._calls._waiting
+    assert not cancelled
+    await pair.left.aclose()
+    await until(lambda: len(cancelled) == 2)
+
+
+async def test_the_peer_goes_while_it_is_asked() -> None:
+    async with engine_pair() as pair:
+        never = asyncio.Event()
+        pair.right.serve("wait", lambda peer, body: never.wait())
+        asking = asyncio.ensure_future(pair.peer.request("wait", {}))
+        await settle()
+        await pair.right.aclose()
+        with pytest.raises(PeerLostError, match="'right' left"):
+            await asking
+        with pytest.raises(PeerLostError):
+            pair.peer.post("wait", {})
+
+
+async def test_a_flood_of_requests_is_bounded(pair: EnginePair) -> None:
+    never = asyncio.Event()
+    running = 0
+
+    async def wait(peer: Peer, body: dict[str, Any]) -> None:
+        nonlocal running
+        running += 1
+        await never.wait()
+
+    pair.right.serve("wait", wait)
+    asking = [asyncio.ensure_future(pair.peer.request("wait", {}, timeout=30)) for _ in range(MAX_HANDLERS + 10)]
+    await until(lambda: sum(task.done() for task in asking) == 10)
+    assert running == MAX_HANDLERS
+    for task in asking[-10:]:
+        with pytest.raises(BusyError, match="being handled already") as caught:
+            task.result()
+        assert caught.value.retryable
+    never.set()
+    await asyncio.gather(*asking[:-10])
+
+
+async def test_a_flood_of_posts_to_one_that_does_not_read() -> None:
+    """What cannot be sent piles up to a limit, then the peer counts as lost; the loop goes on."""
+    async with Engine("127.0.0.1:0", close_timeout=0.2) as engine, puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        peer = engine.peers[0]
+        actor.connection._loop.remove_reader(actor.connection._channel.fileno())  # type: ignore[attr-defined]
+        with pytest.raises(PeerLostError):
+            for _ in range(100_000):
+                peer.post("anything", {"text": "x" * 1000})
+                await asyncio.sleep(0)
+        assert "too many wait" in str(peer.error)
+
+
+async def test_services_have_one_handler_each(engine: Engine) -> None:
+    engine.serve("mine", lambda peer, body: body)
+    with pytest.raises(InvalidArgumentError, match="'mine' is served already"):
+        engine.serve("mine", lambda peer, body: body)
+    engine.unserve("mine")
+    engine.unserve("mine")
+    engine.serve("mine", lambda peer, body: body)
+    for wrong in (("", print), (7, print), ("other", None), ("other", "text")):
+        with pytest.raises(InvalidArgumentError, match="serve takes"):
+            engine.serve(*wrong)
+
+
+async def test_answers_that_nobody_waits_for(engine: Engine) -> None:
+    async with puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        peer = engine.peers[0]
+        for kind, body in [
+            ("answer", {"call": 99, "body": {}}),
+            ("failure", {"call": 99, "error": "RangeError", "message": "?"}),
+            ("region.card", {"call": 99}),
+        ]:
+            actor.say(kind, **body)
+        asking = asyncio.ensure_future(peer.request("anything", {}))
+        call = (await actor.hear("call")).body["call"]
+        actor.say("answer", call=call, body={"n": 1})
+        actor.say("answer", call=call, body={"n": 2})
+        assert await asking == {"n": 1}
+
+
+@pytest.mark.parametrize("error", ["HixlError", "Exception", "__name__", "SystemExit", "no such error", "__all__"])
+async def test_failures_of_unknown_kinds(engine: Engine, error: str) -> None:
+    async with puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        asking = asyncio.ensure_future(engine.peers[0].request("anything", {}))
+        call = (await actor.hear("call")).body["call"]
+        actor.say("failure", call=call, error=error, message="whatever")
+        with pytest.raises(HixlError, match="whatever") as caught:
+            await asking
+        assert type(caught.value) is HixlError
+
+
+async def test_a_handler_may_close_the_connection(pair: EnginePair) -> None:
+    async def close(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+        await peer.aclose()
+        return {}
+
+    pair.right.serve("close", close)
+    with pytest.raises(PeerLostError):
+        await pair.peer.request("close", {})
+    await until(lambda: pair.right.stats().peers == 0)
+    with pytest.raises(ClosedError):
+        await pair.back.request("hixl.ping", {})

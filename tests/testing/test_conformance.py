@@ -1,0 +1,31 @@
+"""The driver itself, under the suite that every driver has to pass, wrapped around the shared-memory driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hixl_async.testing import FaultPlan
+
+HERE = Path(__file__).resolve().parent
+PLANS = {
+    "transparent": FaultPlan(1),
+    "half of it pending": FaultPlan(2).pending(chance=0.5),
+    "late outcomes": FaultPlan(3).pending(chance=0.3).delay(0.0001, 0.003, part="outcome", chance=0.5),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plan", PLANS)
+def test_conformance(plan: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--driver", str(HERE / "faulty_shm.py")]
+    suite = [str(HERE.parent / "drivers" / name) for name in ("test_vtable.py", "test_conformance.py")]
+    environment = {**os.environ, "FAULTY_PLAN": json.dumps(PLANS[plan].spec())}
+    done = subprocess.run([*command, *suite], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
