@@ -43,9 +43,10 @@ def segment(size: int, *, seals: int | None = SHRINK | GROW | SEAL) -> int:
     return fd
 
 
-def link_card(capacity: int, *, pid: int | None = None, magic: int = LINK_MAGIC, version: int = VERSION) -> bytes:
-    """A ``shm_link_card``; its token is nowhere to be found, so process_vm_* is not used."""
-    return struct.pack("<IIIIQQ", os.getpid() if pid is None else pid, magic, version, capacity, 1, 8)
+def link_card(capacity: int, *, pid: int | None = None, token: int = 1, token_at: int = 8) -> bytes:
+    """A ``shm_link_card``; by default its token is nowhere to be found, so that process_vm_* is not used."""
+    pid = os.getpid() if pid is None else pid
+    return struct.pack("<IIIIQQ", pid, LINK_MAGIC, VERSION, capacity, token, token_at)
 
 
 def mem_card(size: int, *, kind: int = OWNED, rights: int = 3, address: int = 0, magic: int = MEM_MAGIC) -> bytes:

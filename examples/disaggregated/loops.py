@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+#: How the loops that are there are made, the best first; None is asyncio's own way.
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop] | None] = {}
 
-def best() -> str:
-    """The faster of the loops that are installed."""
-    return "uvloop" if importlib.util.find_spec("uvloop") else "asyncio"
+try:
+    import uvloop
+
+    LOOPS["uvloop"] = uvloop.new_event_loop
+except ModuleNotFoundError:
+    pass
+LOOPS["asyncio"] = None
 
 
-def run(program: Coroutine[Any, Any, T], loop: str) -> T:
-    """Runs `program` as `asyncio.run` does, on a loop of the kind ``"uvloop"`` or ``"asyncio"``."""
-    factory = None
-    if loop == "uvloop":
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(program)
+def run(program: Callable[[], Coroutine[Any, Any, T]], loop: str) -> T:
+    """Runs the coroutine function `program` as `asyncio.run` does, on one of the `LOOPS`."""
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        return runner.run(program())

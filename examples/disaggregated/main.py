@@ -8,13 +8,13 @@ that alone, and everything is compared with it: tokens, bits of logits, bytes of
 
 If you came for the code, begin with prefill.py and decode.py. They are P and D, and use most of hixl_async.
 
-    main.py         the command line              story.py        what is run, one after another
     prefill.py      process P                     decode.py       process D
     reference.py    the process that works alone  worker.py       what these three have in common
+    main.py         the command line              story.py        what is run, one thing after another
     router.py       sends prompts to them         messages.py     what is said between them
-    fleet.py        starts and ends them          link.py         a link that is slower than this machine
+    fleet.py        starts and ends them          loops.py        asyncio's loop or uvloop's
     report.py       what is printed               timeline.py     the picture and the trace
-    model.py, weights.py, tokenizer.py            the model;  random_model.py: a tiny one, for tests
+    model.py        the model, with weights.py, tokenizer.py and prompts.py; random_model.py is a tiny one for tests
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import signal
 import sys
 from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are imported, Ctrl-C needs no traceback
-
 try:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as long as modules are imported, Ctrl-C needs no traceback
+
     import numpy  # noqa: F401 - not used here, but by nearly all that is imported below
 
     import hixl_async as hx
@@ -35,12 +35,12 @@ except ModuleNotFoundError as missing:
     print(f"{missing}. In the root of the repository, run\n    pip install -e '.[demo]'", file=sys.stderr)
     raise SystemExit(2) from None
 
-import loops
 import prompts
 import random_model
 import weights
 from fleet import Failed
-from report import Console
+from loops import LOOPS, run
+from report import Console, ReaderLeft
 from story import Options, Question, Story
 from tokenizer import Tokenizer
 from weights import Checkpoint, ModelUnavailable
@@ -54,42 +54,48 @@ EXIT_CODES = """exit codes:
 IDENTICAL, FAILED, CANNOT_START, INTERRUPTED = 0, 1, 2, 130
 
 
+class CannotStart(Exception):
+    """Something is missing or wrong, and the user can change it."""
+
+
 def main() -> int:
     options = _parser().parse_args(namespace=Options())
     console = Console(quiet=options.quiet)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        console.line(
-            "A model prefills in process P; layer by layer, its keys and values (K/V) go to process D, which decodes."
-        )
-        try:
-            checkpoint = load_model(options, console)
-            questions = read_questions(options, checkpoint)
-            options.out.mkdir(parents=True, exist_ok=True)
-        except (ModelUnavailable, ValueError, OSError) as problem:
-            console.fail(str(problem))
-            return CANNOT_START
-        try:
-            identical = loops.run(Story(options, console, checkpoint, questions).tell(), options.loop)
-        except hx.DriverLoadError as problem:
-            console.fail(str(problem))
-            return CANNOT_START
-        except BrokenPipeError:
-            raise
-        except (Failed, hx.HixlError, OSError) as problem:
-            console.fail(f"The demo failed.\n{problem}")
-            return FAILED
-    except BrokenPipeError:
-        # Who read our output has left, as `head` does. Nothing is to be written there any more, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        identical = run(prepare(options, console).tell, options.loop)
+        if identical:
+            console.line()
+            console.result("IDENTICAL: every token, every bit of the logits, every byte of K/V.")
+        return IDENTICAL if identical else FAILED
+    except (CannotStart, hx.DriverLoadError) as problem:
+        console.fail(str(problem))
+        return CANNOT_START
+    except (Failed, hx.HixlError, OSError) as problem:
+        console.fail(f"The demo failed.\n{problem}")
+        return FAILED
+    except ReaderLeft:
         return FAILED
     except KeyboardInterrupt:
         console.fail("Interrupted. All processes have ended.")
         return INTERRUPTED
-    if identical:
-        console.line()
-        console.result("IDENTICAL: every token, every bit of the logits, every byte of K/V.")
-    return IDENTICAL if identical else FAILED
+
+
+def prepare(options: Options, console: Console) -> Story:
+    """Looks whether there is all that is needed.
+
+    :raises CannotStart: if there is not.
+    """
+    console.line(
+        "A model prefills in process P; layer by layer, its keys and values (K/V) go to process D, which decodes."
+    )
+    try:
+        checkpoint = load_model(options, console)
+        questions = read_questions(options, checkpoint)
+        options.out.mkdir(parents=True, exist_ok=True)
+    except (ModelUnavailable, ValueError, OSError) as problem:
+        raise CannotStart(str(problem)) from problem
+    return Story(options, console, checkpoint, questions)
 
 
 def load_model(options: Options, console: Console) -> Checkpoint:
@@ -134,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--length", metavar="N", type=_positive, help="repeat or cut every prompt to N tokens")
     add("--tokens", metavar="N", type=_positive, default=48, help="generate at most N tokens (%(default)s)")
     add("--driver", metavar="NAME", default=os.environ.get("DRIVER") or "shm", help="hixl_async's driver (%(default)s)")
-    add("--loop", choices=["asyncio", "uvloop"], default=loops.best(), help="event loop (%(default)s)")
+    add("--loop", choices=list(LOOPS), default=next(iter(LOOPS)), help="event loop (%(default)s)")
     add("--no-pace", dest="pace", action="store_false", help="leave out the runs over a paced link")
     add("--bandwidth", metavar="MB/S", type=_megabytes, help="speed of the paced link (a bit more than P needs)")
     add("--out", metavar="DIR", type=Path, default=Path("demo-output"), help="for picture and trace (./%(default)s)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ from tokenizer import TextStream, Tokenizer
 
 _WIDTH = 100  # of a line, at most
 _LABEL, _COLUMN = 38, 22  # of a table
+
+
+class ReaderLeft(Exception):
+    """Whoever read our output does so no more, as `head` when it has enough."""
 
 
 class Console:
@@ -76,13 +81,18 @@ class Console:
         self._stage = stage
 
     def _write(self, text: str) -> None:
-        if self._transient:
-            self._transient = False
-            sys.stdout.write("\r\x1b[K")
         if text:
             self._line_begun = not text.endswith("\n")
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        if self._transient:
+            self._transient = False
+            text = f"\r\x1b[K{text}"
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # What is still in its buffer would fail once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise ReaderLeft from None
 
 
 class Typewriter:

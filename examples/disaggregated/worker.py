@@ -126,7 +126,7 @@ def start(name: str, program: Callable[[Worker], Awaitable[None]]) -> None:
         async with hx.Engine("127.0.0.1:0", name=name, drivers=_drivers(settings)) as engine:
             await program(Worker(settings, engine, _warm_model(settings)))
 
-    loops.run(run(), settings.loop)
+    loops.run(run, settings.loop)
 
 
 def _drivers(settings: Settings) -> dict[str, dict[str, Any]]:

@@ -121,7 +121,6 @@ class State(Enum):
     OPENING = "opening"  # dialler only: the Unix leg is being opened
     PROVED = "proved"  # dialler only: our proof is out
     ESTABLISHED = "established"
-    FAILED = "failed"
 
 
 class Handshake:
@@ -135,13 +134,12 @@ class Handshake:
         self._secret = secret
         self._sight = sight
         self._state = State.NEW
-        self._error: HixlError | None = None
+        self._error: HixlError | None = None  # why it failed
         self._transcript: list[bytes] = []
         self._version = 0
         self._detour = ""
 
     def _fail(self, error: HixlError) -> HixlError:
-        self._state = State.FAILED
         self._error = error
         return error
 

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
 from .sides import Host, HostFactory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def resolver_threads() -> None:
+    """The first name that uvloop looks up starts threads, which stay; that is no test's fault."""
+    if importlib.util.find_spec("uvloop") is not None:
+        import uvloop
+
+        loop = uvloop.new_event_loop()
+        loop.run_until_complete(loop.getaddrinfo("localhost", 0))
+        loop.close()
 
 
 @pytest_asyncio.fixture

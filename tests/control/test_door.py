@@ -116,18 +116,18 @@ async def test_nobody_is_shown_out_while_there_is_room(houses: list[House]) -> N
 
 
 async def test_nobody_is_shown_out_because_the_loop_is_late(houses: list[House]) -> None:
-    houses.append(house := House(capacity=1, patience=0.05))
-    first = await house.knock()
-    await house.came.get()
+    houses.append(house := House(capacity=1, patience=60))
     await house.knock()
-    loop = asyncio.get_running_loop()
-    while house.door._timer is None:
-        await passes(1)
-    before = loop.time()
-    while loop.time() - before < 0.1:
-        pass  # as work of the application would
-    await shown_out(first)
-    assert loop.time() - before > 0.13  # not at once, but after another turn of patience
+    await house.came.get()
+    [visitor] = house.door._visitors.values()
+    now = asyncio.get_running_loop().time()
+    house.door._show_out(visitor, due=now - 30)
+    assert not visitor.task.cancelling()
+    assert house.door._timer is not None
+    assert house.door._timer.when() >= now + 60
+    house.door._timer.cancel()
+    house.door._show_out(visitor, due=now)
+    assert visitor.task.cancelling()
 
 
 async def test_everybody_is_shown_out_when_it_closes(houses: list[House]) -> None:

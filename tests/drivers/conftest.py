@@ -109,7 +109,7 @@ def world(pair: tuple[vt.Link, vt.Link]) -> World:
 
 
 class World:
-    """A pair with memory on both sides: ``here`` on the left, ``there`` on the right, which the left sees as ``remote``."""
+    """A pair with memory on both sides: ``here`` on the left; ``there`` on the right, ``remote`` to the left."""
 
     def __init__(self, left: vt.Link, right: vt.Link, size: int = 1 << 20) -> None:
         self.left, self.right = left, right

@@ -1,0 +1,50 @@
+"""How long a loop is kept from running."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Self
+
+__all__ = ["Pulse"]
+
+TICK = 0.001
+
+
+class Pulse:
+    """Ticks every millisecond; remembers the longest pause between two ticks, on the wall and in CPU time of this thread.
+
+    On a machine that others use too the wall says little; what the loop itself did to be late costs CPU time, or is a
+    system call that blocked.
+    """
+
+    def __init__(self) -> None:
+        #: Ticks so far.
+        self.beats = 0
+        #: Seconds by which the latest tick was late.
+        self.worst = 0.0
+        #: The most CPU seconds between two ticks.
+        self.worst_cpu = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._last = self._last_cpu = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.worst * 1e3:.1f} ms ({self.worst_cpu * 1e3:.1f} ms CPU) in {self.beats} ticks"
+
+    def _beat(self) -> None:
+        now, cpu = time.perf_counter(), time.thread_time()
+        if self.beats:
+            self.worst = max(self.worst, now - self._last - TICK)
+            self.worst_cpu = max(self.worst_cpu, cpu - self._last_cpu)
+        self.beats += 1
+        self._last, self._last_cpu = now, cpu
+        self._timer = self._loop.call_later(TICK, self._beat)
+
+    async def __aenter__(self) -> Self:
+        self._beat()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
