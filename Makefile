@@ -30,7 +30,7 @@ help:  ## this list
 
 # ---- to use ---------------------------------------------------------------------------------------------------------
 
-demo: $(BUILT) $(VENV)/extra-demo $(VENV)/model  ## a real model: prefill here, decode there; PROMPT="..." LENGTH=64 DRIVER=shm
+demo: $(BUILT) $(VENV)/extra-demo $(VENV)/model  ## a real model: prefill here, decode there; PROMPT="..." LENGTH=tokens
 	$(PY) examples/disaggregated/main.py $${PROMPT:+--prompt "$$PROMPT"} $${LENGTH:+--length "$$LENGTH"} $${DRIVER:+--driver "$$DRIVER"} $(ARGS)
 
 test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio and uvloop; ARGS="-k region"
@@ -72,7 +72,7 @@ wheel: $(VENV)/extra-lint $(VENV)/extra-test  ## dist/*.whl, then the README's e
 	WHEEL="$$(echo dist/*.whl)" $(PYTEST) -m wheel tests/packaging
 
 clean:  ## all that was made here, the environment too
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hixl_async -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

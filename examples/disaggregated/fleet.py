@@ -120,6 +120,7 @@ class Fleet:
             ready.cancel()
         if self._ended():
             raise Failed(self._ended())
+        ready.result()
 
     async def _connected(self) -> None:
         async with aclosing(self._engine.accepted()) as peers:

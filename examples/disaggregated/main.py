@@ -68,7 +68,7 @@ def main() -> int:
             console.line()
             console.result("IDENTICAL: every token, every bit of the logits, every byte of K/V.")
         return IDENTICAL if identical else FAILED
-    except (CannotStart, hx.DriverLoadError) as problem:
+    except (CannotStart, hx.DriverError) as problem:
         console.fail(str(problem))
         return CANNOT_START
     except (Failed, hx.HixlError, OSError) as problem:

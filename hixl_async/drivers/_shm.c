@@ -1,7 +1,7 @@
 /* The shared-memory driver: peers on one Linux host.
  *
- * The initiator of a transfer does all the work: it maps the peer's region and copies, inline or on copy threads.  A peer needs
- * no thread for it and can be stopped or killed at any point.  See shm/shm.h for the parts.
+ * The initiator of a transfer does all the work: it maps the peer's region and copies, inline or on copy threads.  A peer
+ * needs no thread for it and can be stopped or killed at any point.  See shm/shm.h for the parts.
  *
  * Options (strings of whole numbers):
  *   threads         copy threads, started when first needed                  1..64, default min(2, CPUs)
@@ -160,7 +160,7 @@ static const char *shm_error_text(int32_t status, int32_t native) {
         [HXA_E_LINK] = "the link is down, stopped or fenced, or the peer is gone",
         [HXA_E_CANCELLED] = "cancelled before all of it was done",
         [HXA_E_TIMEOUT] = "timed out",
-        [HXA_E_PROTOCOL] = "what the peer sent makes no sense: no shm driver of this version makes such a card, segment or ring",
+        [HXA_E_PROTOCOL] = "what the peer sent makes no sense: no shm driver of this version makes such cards or rings",
         [HXA_E_SYSTEM] = "the operating system refused",
     };
     static _Thread_local char text[400];
@@ -170,13 +170,13 @@ static const char *shm_error_text(int32_t status, int32_t native) {
     char space[96];
     const char *reason = describe(native, space, sizeof space);
     if (status == HXA_E_RIGHTS && native == ESRCH) {
-        snprintf(text, sizeof text, "the peer's registered memory can't be reached: its process has no number here (another pid "
-                 "namespace) or is not the one that the control connection names; use a region made by allocate (errno %d)",
+        snprintf(text, sizeof text, "the peer's registered memory can't be reached: its process has no number here (another "
+                 "pid namespace) or is not the one that the control connection names; use a region made by allocate (errno %d)",
                  native);
     } else if (status == HXA_E_RIGHTS) {
-        snprintf(text, sizeof text, "the peer's registered memory can't be reached by process_vm_readv/writev (%s): it is another "
-                 "user's process, or not dumpable, or kernel.yama.ptrace_scope or a container's seccomp filter forbids it; use a "
-                 "region made by allocate (errno %d)", reason, native);
+        snprintf(text, sizeof text, "the peer's registered memory can't be reached by process_vm_readv/writev (%s): it is "
+                 "another user's process, or not dumpable, or kernel.yama.ptrace_scope or a container's seccomp filter forbids "
+                 "it; use a region made by allocate (errno %d)", reason, native);
     } else if (status == HXA_E_RANGE && native == EFAULT) {
         snprintf(text, sizeof text, "an address of registered memory is not mapped any more, or read-only (errno %d)", native);
     } else {

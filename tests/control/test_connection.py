@@ -376,6 +376,14 @@ class TestIsLost:
         assert "given up" in str(await inbox.lost)
         assert isinstance(await Inbox(mine).lost, PeerLostError)
 
+    async def test_when_something_is_sent_to_nobody(self, pair: Pair) -> None:
+        mine, theirs = pair
+        inbox = Inbox(mine)
+        theirs.abort(PeerLostError("gone"))
+        with pytest.raises(ClosedError):
+            send_for_ever(mine, {})
+        assert isinstance(await inbox.lost, PeerLostError)
+
     async def test_after_what_the_other_side_had_said(self, pair: Pair) -> None:
         """Also if it closes with messages unread, so that the kernel resets the connection."""
         mine, theirs = pair

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -24,6 +25,7 @@ from hixl_async.control import (
     waiting,
 )
 from hixl_async.control import dialler as dialler_module
+from hixl_async.control import listener as listener_module
 from hixl_async.errors import (
     AddressInUseError,
     AuthenticationError,
@@ -373,6 +375,21 @@ class TestListen:
     async def test_on_an_address_of_another_machine(self, listen: HostFactory) -> None:
         with pytest.raises(InvalidArgumentError, match="no address of this machine"):
             await listen(Address("192.0.2.1", 0), secret=SECRET)
+
+    @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE])
+    async def test_where_the_system_forbids_it(
+        self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch, code: int
+    ) -> None:
+        def fails(*args: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patch:
+            patch.setattr("hixl_async.control.listener.socket.socket", fails)
+            with pytest.raises(ConnectError, match=f"cannot listen on 127.0.0.1:0: {os.strerror(code)}"):
+                await listen()
+        monkeypatch.setattr(listener_module, "Rendezvous", lambda *args, **options: fails())
+        with pytest.raises(ConnectError, match=f"cannot create a Unix socket: {os.strerror(code)}"):
+            await listen()
 
     async def test_on_a_name_that_is_unknown(self, listen: HostFactory) -> None:
         with pytest.raises(InvalidArgumentError, match="cannot be found"):

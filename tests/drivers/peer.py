@@ -63,7 +63,12 @@ class Peer:
             ]
             self.process = subprocess.Popen([sys.executable, __file__, *arguments], pass_fds=[theirs.fileno()])
         self.pid = self.process.pid
-        assert self.call("ready")
+        try:
+            self.call("ready")
+        except BaseException:
+            self.kill()
+            self.sock.close()
+            raise
 
     def ask(self, what: str, card: vt.CCard | None = None, **arguments: Any) -> None:
         send(self.sock, (what, arguments), card)

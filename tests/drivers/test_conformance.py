@@ -680,6 +680,27 @@ def test_cancel_a_note_that_waits_for_room(pair) -> None:
             op.ok(left, right)
 
 
+@pytest.mark.needs("CANCEL", "NOTIFY", "SIGNAL", "ALLOC")
+@pytest.mark.parametrize("size", [8, 2 << 20])
+def test_too_late_to_cancel_a_note_once_the_signal_is_out(world: World, size: int) -> None:
+    world.make(4 << 20)
+    left, right = world.left, world.right
+    waiting: list[vt.Op] = []
+    while not waiting:
+        op = left.note(b"n", bytes(1000))
+        if not op.released:
+            waiting.append(op)
+        elif len(left.instance.finished) > 100_000:
+            pytest.skip("the driver takes any number of notifications")
+    rows = [(world.here, 0, world.remote, 64, size)]
+    op = left.submit(WRITE, rows, signal=(world.remote, 0, 5), note=(b"last", b""))
+    left.instance.until(lambda: world.there.view[0] == 5, left)
+    assert not op.released
+    assert left.cancel(op) == 0
+    right.instance.until(lambda: right.notes() and right.notes()[-1] == (b"last", b""), left, right)
+    op.ok(left, right)
+
+
 @pytest.mark.needs("CANCEL", "NOTIFY")
 def test_nothing_keeps_a_loop_busy_after_all_waiting_notes_are_cancelled(pair) -> None:
     left, right = pair

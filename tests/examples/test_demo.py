@@ -6,9 +6,11 @@ its wheel is not installed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -34,6 +36,7 @@ import hixl_async
 DEMO = Path(weights.__file__).parent
 ROOT = Path(hixl_async.__file__).parents[1]
 LOOPS = ["asyncio", *(["uvloop"] if importlib.util.find_spec("uvloop") else [])]
+LAYERS = 6  # of the random model
 SHORT = ("--random-model", "--prompt", "hi", "--tokens", "3", "--no-pace")
 # A wire that needs seconds for a layer, so that a test meets the processes in the middle of a stream.
 SLOW = ("--random-model", "--prompt", "hi", "--tokens", "3", "--length", "300", "--bandwidth", "0.02")
@@ -47,7 +50,12 @@ class Demo:
     """
 
     def __init__(
-        self, folder: Path, *arguments: str, program: Path = DEMO, environment: dict[str, str] | None = None
+        self,
+        folder: Path,
+        *arguments: str,
+        program: Path = DEMO,
+        environment: dict[str, str] | None = None,
+        stdout: int = subprocess.PIPE,
     ) -> None:
         self.output = ""
         self._stderr = folder / "stderr.txt"
@@ -56,7 +64,7 @@ class Demo:
                 [sys.executable, str(program / "main.py"), *arguments],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **(environment or {})},
-                stdout=subprocess.PIPE,
+                stdout=stdout,
                 stderr=stderr,
                 encoding="utf-8",
             )
@@ -100,8 +108,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
     for demo in demos:
         demo.process.kill()
         demo.process.wait()
-        assert demo.process.stdout is not None
-        demo.process.stdout.close()
+        if demo.process.stdout is not None:
+            demo.process.stdout.close()
     assert sorted(os.listdir("/dev/shm")) == shared_memory
 
 
@@ -186,7 +194,7 @@ def test_picture_and_trace(start: Callable[..., Demo], tmp_path: Path) -> None:
     assert processes == {"P", "D", "router"}
     for what in ("compute", "push", "transfer", "arrival"):
         layers = [event["args"]["layer"] for event in events if event.get("cat") == what and "layer" in event["args"]]
-        assert sorted(layers) == sorted(3 * list(range(6)))
+        assert sorted(layers) == sorted(3 * list(range(LAYERS)))
     assert re.findall(r"^(here/it is/\S+): ", demo.output, re.MULTILINE) == [
         "here/it is/timeline.svg",
         "here/it is/trace.json",
@@ -202,6 +210,21 @@ def test_prompts_and_lengths(start: Callable[..., Demo], tmp_path: Path) -> None
     assert "> hey\n" in demo.output
     assert "> Three lines,\n> and a\n> question mark?\n" in demo.output
     assert "paced" not in demo.output
+
+
+def test_progress_is_shown_on_a_terminal(start: Callable[..., Demo]) -> None:
+    ours, theirs = pty.openpty()
+    demo = start(*SHORT, stdout=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # a terminal that nobody has open any more gives EIO, not an end
+        while some := os.read(ours, 65536):
+            shown += some
+    os.close(ours)
+    assert demo.process.wait() == 0
+    text = shown.decode()
+    assert f"P prefills ({LAYERS} of {LAYERS} layers are at D)\r\x1b[K" in text
+    assert "IDENTICAL" in text.splitlines()[-1]
 
 
 def test_quiet_prints_the_result_only(start: Callable[..., Demo]) -> None:

@@ -1,7 +1,7 @@
 """ASGI applications that serve HTTP while they move memory; `test_servers.py` runs them under real servers.
 
-``right`` opens an engine in each worker, in its lifespan.  ``wrong`` uses the engine that was opened when the module was
-imported, which with a preloading server is before the fork.  PEER is the address of an engine with a region ``kv``.
+``right`` opens an engine in each worker, in its lifespan.  ``wrong`` uses the engine that was opened when the module
+was imported, which with a preloading server is before the fork.  PEER is the address of an engine with a region ``kv``.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def __getattr__(name: str) -> Any:
 
 
 def on_exit(server: object) -> None:
-    """gunicorn's hook in the master, when this file is its configuration; a copy of this module then, not the module."""
+    """gunicorn's hook in the master, which takes this file for its configuration too: a copy of the module."""
     wrong = sys.modules["apps"].wrong
     wrong.loop.run_until_complete(wrong.finish())
     wrong.loop.close()

@@ -96,11 +96,12 @@ def outcome(call: Callable[[], object]) -> str:
         if inspect.isawaitable(result):
             result = asyncio.run(awaited(result))
     except hx.HixlError as error:
-        return type(error).__name__ + ("" if "open one in each process" in str(error) else f" without a remedy: {error}")
+        told = "open one in each process" in str(error)
+        return type(error).__name__ + ("" if told else f" without a remedy: {error}")
     return f"{result!r}"
 
 
-# ---- the child is told -------------------------------------------------------------------------------------------------
+# ---- the child is told -----------------------------------------------------------------------------------------------
 
 
 async def test_calls_of_the_child_raise_with_the_remedy() -> None:
@@ -152,11 +153,11 @@ async def test_the_child_may_ask_about_and_close_what_it_cannot_use() -> None:
         assert await process.peek("kv", 0, 5) == b"\7\7\7\7\0"
 
 
-# ---- the parent notices nothing ----------------------------------------------------------------------------------------
+# ---- the parent notices nothing --------------------------------------------------------------------------------------
 
 
 async def test_transfers_of_the_parent_go_on() -> None:
-    async with connected(LARGE) as (engine, process, _, remote):
+    async with connected(LARGE) as (engine, _, _, remote):
         local = engine.allocate("local", LARGE)
         local.numpy("uint32")[:] = range(LARGE // 4)
         flights = [engine.write(local[: LARGE // 2], remote[: LARGE // 2]) for _ in range(4)]
@@ -190,32 +191,31 @@ def test_a_child_that_ends_as_any_program_does(tmp_path: Path) -> None:
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.splitlines() == ["child: EngineForkedError", "child: ends", "parent: goes on", "parent: closed"]
+    assert result.stdout.splitlines() == [
+        "child: EngineForkedError",
+        "child: ends",
+        "parent: goes on",
+        "parent: closed",
+    ]
 
 
-# ---- nobody keeps what belongs to the other ----------------------------------------------------------------------------
+# ---- nobody keeps what belongs to the other --------------------------------------------------------------------------
 
 
 async def test_the_child_holds_no_port_and_no_connection() -> None:
-    """The parent closes; the address is free again and the peer has lost nothing but a peer, although the child lives."""
-    async with peer_process(regions={"kv": 4096}) as process:
-        async with hx.Engine("127.0.0.1:0", name="parent") as engine:
-            address = engine.address
-            await engine.connect(process.address)
-            await (await engine.connect(process.address)).region("kv")
-            async with contextlib.AsyncExitStack() as stack:
-                forked = await stack.enter_async_context(child(lambda: "here"))
-                assert await forked.said() == "here"
-                await engine.aclose()
-                async with hx.Engine(address, name="successor") as successor:
-                    assert successor.address == address
-                    assert (await successor.connect(process.address)).name == "child"
-                while (await process.stats())["peers"]:
-                    await asyncio.sleep(0.01)
+    """The parent closes; its address is free again and the peer is rid of it, although the child lives."""
+    async with connected() as (engine, process, _, _), child(lambda: "here") as forked:
+        assert await forked.said() == "here"
+        address = engine.address
+        await engine.aclose()
+        while (await process.stats())["peers"]:
+            await asyncio.sleep(0.01)
+        async with hx.Engine(address, name="successor") as successor:
+            assert (await successor.connect(process.address)).name == "child"
 
 
 async def test_the_child_keeps_no_descriptor_of_the_engine() -> None:
-    """Whatever the engine opened between two looks is closed in the child: sockets, pipes, process and memory handles."""
+    """Sockets, pipes, handles of processes and of memory: whatever the engine opened is closed there."""
 
     def files() -> set[str]:
         links = set()
@@ -286,11 +286,12 @@ async def test_parent_and_child_are_peers_like_any_others() -> None:
         await until(lambda: not engine.peers)
 
 
-# ---- multiprocessing ---------------------------------------------------------------------------------------------------
+# ---- multiprocessing -------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _tracker() -> None:
-    """The helper process of multiprocessing, which stays once it is there, and so must be there before a test counts."""
+    """Starts the helper process of multiprocessing, which stays, before a test counts what is there."""
     resource_tracker.ensure_running()
 
 

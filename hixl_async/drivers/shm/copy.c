@@ -64,8 +64,8 @@ uint64_t shm_progress(hxa_link *link, const hxa_op *op) {
 
 /* ---- memory that was registered where it lies: process_vm_* ---------------------------------------------------------- */
 
-/* Does the process run as our user?  Another user's could make us wait at page faults of its making, even where we are root and
- * the kernel would let us in.  The owner of /proc/PID won't do: it is root for who made himself undumpable. */
+/* Does the process run as our user?  Another user's could make us wait at page faults of its making, even where we are root
+ * and the kernel would let us in.  The owner of /proc/PID won't do: it is root for who made himself undumpable. */
 static int same_user(pid_t pid) {
     char path[40], text[1024];
     snprintf(path, sizeof path, "/proc/%d/status", pid);

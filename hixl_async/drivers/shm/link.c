@@ -212,8 +212,13 @@ void shm_link_break(hxa_link *link, int32_t status, const char *why) {
     if (__atomic_exchange_n(&link->down, 1, __ATOMIC_SEQ_CST)) return;
     uint32_t up = SHM_UP;
     __atomic_compare_exchange_n(&link->state, &up, SHM_DOWN, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-    const uint32_t length = (uint32_t)strlen(why);
-    const hxa_event event = {.link = link->cookie, .kind = HXA_EVENT_LINK_DOWN, .status = status, .data = why, .data_len = length};
+    const hxa_event event = {
+        .link = link->cookie,
+        .kind = HXA_EVENT_LINK_DOWN,
+        .status = status,
+        .data = why,
+        .data_len = (uint32_t)strlen(why),
+    };
     link->self->sink.event(link->self->sink.ctx, &event);
     shm_pool_purge(link->self);
 }

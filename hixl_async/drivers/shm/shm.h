@@ -230,9 +230,11 @@ SHM_INTERNAL uint64_t shm_pages(uint64_t bytes);
 /* ---- memory.c -------------------------------------------------------------------------------------------------------- */
 
 SHM_INTERNAL int shm_mem_alloc(hxa_instance *self, uint64_t size, uint32_t rights, hxa_mem **mem, void **address);
-SHM_INTERNAL int shm_mem_register(hxa_instance *self, void *address, uint64_t size, uint32_t kind, uint32_t rights, hxa_mem **mem);
+SHM_INTERNAL int shm_mem_register(hxa_instance *self, void *address, uint64_t size, uint32_t kind, uint32_t rights,
+                                  hxa_mem **mem);
 SHM_INTERNAL int shm_mem_export(hxa_mem *mem, uint32_t rights, hxa_card *card);
-SHM_INTERNAL int shm_mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rights, hxa_mem **mem, hxa_op *op);
+SHM_INTERNAL int shm_mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rights, hxa_mem **mem,
+                                hxa_op *op);
 SHM_INTERNAL void shm_mem_release(hxa_mem *mem);
 
 /* ---- doorbell.c ------------------------------------------------------------------------------------------------------ */
@@ -287,7 +289,8 @@ typedef struct shm_outcome { int32_t status, native; uint32_t scope; int64_t fai
 SHM_INTERNAL int shm_submit(hxa_link *link, const hxa_batch *batch, hxa_op *op);
 SHM_INTERNAL int shm_cancel(hxa_link *link, hxa_op *op);
 SHM_INTERNAL uint64_t shm_progress(hxa_link *link, const hxa_op *op);
-SHM_INTERNAL void shm_copy(hxa_link *link, const hxa_batch *batch, uint32_t index, uint64_t offset, uint64_t bytes, shm_outcome *out);
+SHM_INTERNAL void shm_copy(hxa_link *link, const hxa_batch *batch, uint32_t index, uint64_t offset, uint64_t bytes,
+                           shm_outcome *out);
 SHM_INTERNAL void shm_signal_store(hxa_link *link, const hxa_batch *batch);
 SHM_INTERNAL int shm_vm_probe(hxa_link *link, const shm_link_card *card);
 SHM_INTERNAL void shm_op_accept(hxa_op *op, hxa_link *link, const void *what, uint16_t kind);

@@ -196,7 +196,8 @@ static void *work(void *arg) {
         if (shm_swap_sc(&pool->purge, 0u) != 0) purge(pool, &ended);
         hxa_op *op = pick(pool);
         if (op != NULL) cut = carve(self, op);
-        const uint32_t backlog = pool->queues[0].first != NULL || pool->queues[1].first != NULL || pool->queues[2].first != NULL;
+        const shm_queue *queues = pool->queues;
+        const uint32_t backlog = queues[0].first != NULL || queues[1].first != NULL || queues[2].first != NULL;
         shm_store_sc(&pool->backlog, backlog);
         pthread_mutex_unlock(&pool->lock);
         if (backlog) wake(pool, 1);    /* each thread that finds more than it can do calls another */

@@ -1,0 +1,194 @@
+"""How far `await engine.write(...)` is from the copy itself, rung by rung.
+
+::
+
+    python benchmarks/ladder.py                      # tables, under 90 s
+    python benchmarks/ladder.py --quick --json       # JSON on standard output, under 15 s
+    python benchmarks/ladder.py --json out.json --loop uvloop --parts range notify --sizes 4KiB
+
+A spawned process owns the target region, this one starts the transfers.  The rungs do the same work: a bare memcpy over
+the peer's mapped pages, the driver's `submit` in a C loop, the core, the public calls.  They take turns block by block,
+and each figure stands beside its ratio to the floor, formed within each turn.  On a shared machine trust the ratios of
+one run, not the times of two.  Nothing is pinned to a CPU unless ``--pin`` asks for it.
+
+The JSON (schema 1)::
+
+    schema        1
+    benchmark     "ladder"
+    started       ISO 8601, UTC
+    seconds       duration of the run
+    arguments     the command line
+    commit        of the checkout, "+" where it differs; null outside of git
+    machine       cpu, cpus, memory_bytes, kernel, libc, load_1min (at the start)
+    versions      python, hixl_async, uvloop, numpy, cython; null: not installed
+    driver        the driver that carried the transfers
+    figures       a list of:
+        part         "range" | "list" | "post" | "flight" | "notify" | "stall" | "touch" | "idle"
+        loop         "asyncio" | "uvloop"
+        case         what distinguishes figures of one part: "hot", "cold", ...
+        rung         "copy" | "driver" | "core" | "ready" | "fresh" for ranges; others name theirs
+        verb         "write" | "read" | null
+        bytes        of one operation
+        descriptors  of one operation
+        unit         "ns"
+        value        {median, low, high}: nanoseconds of one operation; low and high bound the median's 95 % interval
+        cpu_ns       CPU time of this process for one operation, all threads; null where it means nothing
+        floor        the rung that `ratio` refers to; null: this is the floor
+        ratio        {median, low, high} of value / floor within each turn; null for the floor
+        blocks       blocks measured
+        iterations   operations in each
+        extra        further observations by name: in_flight, per_second
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rig import table
+from rig.build import BuildError, build
+from rig.copies import measure_flight, measure_list, measure_post, measure_range
+from rig.figure import Figure
+from rig.machine import commit, machine, versions
+from rig.pair import Pair, open_pair, run_loop
+from rig.plan import FULL, QUICK, RUNGS, Plan
+from rig.quiet import measure_idle, measure_stall, measure_touch
+from rig.wakes import measure_notify
+
+PARTS: dict[str, Callable[[Pair, str, Plan], AsyncIterator[Figure]]] = {
+    "range": measure_range,
+    "list": measure_list,
+    "post": measure_post,
+    "flight": measure_flight,
+    "notify": measure_notify,
+    "stall": measure_stall,
+    "touch": measure_touch,
+    "idle": measure_idle,
+}
+
+UNITS = {"b": 1, "kib": 1 << 10, "k": 1 << 10, "mib": 1 << 20, "m": 1 << 20, "gib": 1 << 30, "g": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Reads ``"8"``, ``"4KiB"``, ``"128M"``."""
+    digits = text.rstrip("BbKkMmGgIi")
+    try:
+        size = int(digits) * UNITS[text[len(digits) :].lower() or "b"]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4KiB or 128MiB") from None
+    if size < 1:
+        raise argparse.ArgumentTypeError("a size is at least 1 byte")
+    return size
+
+
+def parse_pin(text: str) -> tuple[int, int]:
+    """Reads ``"0,1"``."""
+    try:
+        here, there = (int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two CPU numbers such as 0,1") from None
+    return here, there
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="How far await engine.write(...) is from the copy itself, by rung.")
+    add = parser.add_argument
+    add("--json", nargs="?", const="-", metavar="FILE", help="write JSON there; - or nothing: standard output")
+    add("--loop", choices=("asyncio", "uvloop", "both"), default="both", help="default: both, if uvloop is installed")
+    add("--quick", action="store_true", help="fewer sizes, fewer and shorter blocks")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
+    add("--rungs", nargs="+", choices=RUNGS, metavar="RUNG", help=f"of single ranges: {', '.join(RUNGS)}")
+    add("--sizes", nargs="+", type=parse_size, metavar="SIZE", help="of single ranges, such as 8 4KiB 128MiB")
+    add("--pin", type=parse_pin, metavar="A,B", help="a CPU for this process and one for the target, threads and all")
+    return parser.parse_args(argv)
+
+
+def loops(choice: str) -> list[str]:
+    """The event loops to measure on."""
+    there = find_spec("uvloop") is not None
+    if choice == "uvloop" and not there:
+        raise SystemExit("uvloop is not installed: pip install 'hixl-async[bench]', or choose --loop asyncio")
+    if choice == "both":
+        return ["asyncio", "uvloop"] if there else ["asyncio"]
+    return [choice]
+
+
+async def climb(loop: str, plan: Plan, parts: Sequence[str], pin: tuple[int, int] | None) -> tuple[str, list[Figure]]:
+    """All parts on one pair of processes; the driver's name and the figures."""
+    async with open_pair(loop, plan.region_bytes, pin) as pair:
+        figures = []
+        for part in parts:
+            print(f"{loop}: {part} ...", file=sys.stderr, flush=True)
+            figures += [figure async for figure in PARTS[part](pair, loop, plan)]
+        return pair.remote.link.driver.name, figures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the ladder; the exit code."""
+    options = arguments(argv)
+    plan = QUICK if options.quick else FULL
+    plan = replace(plan, sizes=tuple(options.sizes or plan.sizes), rungs=tuple(options.rungs or plan.rungs))
+    try:
+        build()
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 2
+    report: dict[str, Any] = {
+        "schema": 1,
+        "benchmark": "ladder",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": 0.0,
+        "arguments": list(sys.argv[1:] if argv is None else argv),
+        "commit": commit(Path(__file__).parent),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    began = time.monotonic()
+    figures: list[Figure] = []
+    for loop in loops(options.loop):
+        report["driver"], found = run_loop(climb(loop, plan, options.parts, options.pin), loop)
+        figures += found
+    report["seconds"] = round(time.monotonic() - began, 1)
+    report["figures"] = [figure.as_json() for figure in figures]
+    # Where the JSON goes to standard output nothing else may.
+    human = sys.stderr if options.json == "-" else sys.stdout
+    print("\n".join([*heading(report), *table.render(figures)]), file=human)
+    if options.json == "-":
+        json.dump(report, sys.stdout, indent=1)
+        print()
+    elif options.json is not None:
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def heading(report: dict[str, Any]) -> list[str]:
+    """What was measured, on what, and how to read it."""
+    about, found = report["machine"], report["versions"]
+    others = ", ".join(f"{name} {number or 'not installed'}" for name, number in found.items() if name != "hixl_async")
+    lines = [
+        f"hixl_async {found['hixl_async']}, commit {report['commit'] or 'unknown'}, driver {report['driver']}: "
+        f"the ladder, {report['started']}, {report['seconds']:g} s",
+        f"{about['cpu']}, {about['cpus']} CPUs, {about['memory_bytes'] >> 30} GiB, Linux {about['kernel']}, "
+        f"{about['libc']}, load {about['load_1min']:.2f} at the start",
+        others,
+        "",
+        *table.legend(),
+        "",
+        "Medians over blocks that take turns; xN is the median ratio to the floor (left, or as named) in each turn.",
+    ]
+    if about["load_1min"] > about["cpus"] / 2:
+        lines.append("Other programs keep this machine busy: trust ratios only, those with a narrow interval.")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""The ladder itself: the same copies bare, by the driver, by the core, and by the public calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from time import perf_counter_ns
+from typing import Any, Literal
+
+import numpy as np
+
+from hixl_async import Batch, Engine
+from rig.blocks import Pace, Rung, interleave
+from rig.figure import Figure, compare
+from rig.pair import TARGET, Pair
+from rig.plan import Plan
+
+__all__ = ["measure_flight", "measure_list", "measure_post", "measure_range"]
+
+Verb = Literal["write", "read"]
+VERBS: tuple[Verb, Verb] = ("write", "read")
+
+BLOCK = 4096
+#: Descriptors of a list, lists that are gone through where memory must be cold, and coroutines in flight.
+LIST, COLD_LISTS, FLIGHT = 256, 64, 64
+POST = 10_000
+
+
+def _program(pair: Pair, batches: list[Batch]) -> Any:
+    from rig import native  # importable once build() has run
+
+    return native.Program(batches, pair.local.address, pair.mapped)
+
+
+def _c_rungs(pair: Pair, batches: list[Batch]) -> tuple[Rung, Rung]:
+    """The bare copies of `batches`, and the same by the driver."""
+    program = _program(pair, batches)
+
+    async def copy(times: int) -> int:
+        return int(program.copy(times))
+
+    async def submit(times: int) -> int:
+        return int(program.submit(times))
+
+    return Rung("copy", copy), Rung("driver", submit)
+
+
+# ---- one range -------------------------------------------------------------------------------------------------------
+
+
+def _range_rungs(pair: Pair, verb: Verb, size: int) -> Iterator[Rung]:
+    engine, kv, remote = pair.engine, pair.local, pair.remote
+    a, b, c, d = 0, size, 0, size
+    left, right = kv[a:b], remote[c:d]
+    batch = Batch(verb, [(left, right)])
+
+    async def prepared(times: int) -> int:
+        start = perf_counter_ns()
+        for _ in range(times):
+            await engine.submit(batch)
+        return perf_counter_ns() - start
+
+    # One function per verb, so that what is timed is what a user writes.
+    async def write_ready(times: int) -> int:
+        start = perf_counter_ns()
+        for _ in range(times):
+            await engine.write(left, right)
+        return perf_counter_ns() - start
+
+    async def write_fresh(times: int) -> int:
+        start = perf_counter_ns()
+        for _ in range(times):
+            await engine.write(kv[a:b], remote[c:d])
+        return perf_counter_ns() - start
+
+    async def read_ready(times: int) -> int:
+        start = perf_counter_ns()
+        for _ in range(times):
+            await engine.read(left, right)
+        return perf_counter_ns() - start
+
+    async def read_fresh(times: int) -> int:
+        start = perf_counter_ns()
+        for _ in range(times):
+            await engine.read(kv[a:b], remote[c:d])
+        return perf_counter_ns() - start
+
+    yield from _c_rungs(pair, [batch])
+    yield Rung("core", prepared)
+    yield Rung("ready", write_ready if verb == "write" else read_ready)
+    yield Rung("fresh", write_fresh if verb == "write" else read_fresh)
+
+
+async def measure_range(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
+    """One range, hot memory, both verbs, every size."""
+    for verb in VERBS:
+        for size in plan.sizes:
+            rungs = [rung for rung in _range_rungs(pair, verb, size) if rung.name in ("copy", *plan.rungs)]
+            series = await interleave(rungs, plan.pace)
+            for figure in compare(series, part="range", loop=loop, case="hot", verb=verb, nbytes=size):
+                yield figure
+
+
+# ---- lists -----------------------------------------------------------------------------------------------------------
+
+
+# Arrays are Any here: before Python 3.12 type checkers do not know that numpy's have the buffer protocol.
+def _table(blocks: int) -> Any:
+    """Descriptors of distinct blocks in random order on both sides, as a paged KV cache has them."""
+    order = np.random.default_rng(1)
+    left, right = order.permutation(blocks), order.permutation(blocks)
+    return np.stack([left * BLOCK, right * BLOCK, np.full(blocks, BLOCK)], axis=1).astype(np.uint64)
+
+
+def _list_rungs(pair: Pair, verb: Verb, lists: int) -> Iterator[Rung]:
+    engine, kv, remote = pair.engine, pair.local, pair.remote
+    tables: list[Any] = np.split(_table(lists * LIST), lists)
+    batches = [Batch(verb, kv, remote, table) for table in tables]
+    turn = 0
+
+    async def prepared(times: int) -> int:
+        nonlocal turn
+        start = perf_counter_ns()
+        for _ in range(times):
+            turn = (turn + 1) % len(batches)
+            await engine.submit(batches[turn])
+        return perf_counter_ns() - start
+
+    async def rows(times: int) -> int:
+        nonlocal turn
+        start = perf_counter_ns()
+        for _ in range(times):
+            turn = (turn + 1) % len(tables)
+            await engine.submit(Batch(verb, kv, remote, tables[turn]))
+        return perf_counter_ns() - start
+
+    yield from _c_rungs(pair, batches)
+    yield Rung("prepared", prepared)
+    yield Rung("rows", rows)
+
+
+async def measure_list(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
+    """256 scattered blocks of 4 KiB in one call, in hot and in cold memory."""
+    for verb in VERBS:
+        for case, lists in (("hot", 1), ("cold", COLD_LISTS)):
+            series = await interleave(list(_list_rungs(pair, verb, lists)), plan.pace)
+            for figure in compare(
+                series, part="list", loop=loop, case=case, verb=verb, nbytes=LIST * BLOCK, descriptors=LIST
+            ):
+                yield figure
+
+
+async def measure_post(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
+    """10,000 descriptors in one call: how long the loop is held, and how long it takes until the last has landed."""
+    engine, kv, remote = pair.engine, pair.local, pair.remote
+    rows = _table(POST)
+
+    async def posted(times: int) -> int:
+        held = 0
+        for _ in range(times):
+            start = perf_counter_ns()
+            transfer = engine.submit(Batch("write", kv, remote, rows))
+            held += perf_counter_ns() - start
+            await transfer
+        return held
+
+    async def landed(times: int) -> int:
+        start = perf_counter_ns()
+        for _ in range(times):
+            await engine.submit(Batch("write", kv, remote, rows))
+        return perf_counter_ns() - start
+
+    copy, driver = _c_rungs(pair, [Batch("write", kv, remote, rows)])
+    series = await interleave([copy, driver, Rung("landed", landed), Rung("posted", posted)], plan.pace)
+    for figure in compare(
+        series, part="post", loop=loop, case="array in", verb="write", nbytes=POST * BLOCK, descriptors=POST
+    ):
+        # What runs beside the post is not the post's CPU time.
+        yield replace(figure, cpu_ns=None) if figure.rung == "posted" else figure
+
+
+# ---- many at once ----------------------------------------------------------------------------------------------------
+
+
+async def measure_flight(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
+    """64 coroutines that each write 4 KiB after 4 KiB; inline, and with every copy on the driver's threads."""
+    name = pair.remote.link.driver.name
+    async with Engine(None, drivers={name: {"inline_bytes": 0}}) as threads:
+        peer = await threads.connect(pair.peer.address)
+        kv, remote = threads.allocate("local", FLIGHT * BLOCK), await peer.region(TARGET)
+        copy, _ = _c_rungs(pair, [Batch("write", pair.local, pair.remote, [(0, 0, BLOCK)])])
+        peaks: dict[str, int] = {}
+
+        def writers(label: str, engine: Engine, local: Any, target: Any) -> Rung:
+            async def writer(i: int, times: int) -> None:
+                a, b = i * BLOCK, (i + 1) * BLOCK
+                for _ in range(times):
+                    await engine.write(local[a:b], target[a:b])
+
+            async def run(times: int) -> int:
+                start = perf_counter_ns()
+                tasks = [asyncio.create_task(writer(i, times)) for i in range(FLIGHT)]
+                await asyncio.sleep(0)  # every writer has begun
+                peaks[label] = max(peaks.get(label, 0), engine.in_flight)
+                await asyncio.gather(*tasks)
+                return perf_counter_ns() - start
+
+            return Rung(label, run, share=FLIGHT)
+
+        rungs = [copy, writers("inline", pair.engine, pair.local, pair.remote), writers("threads", threads, kv, remote)]
+        # Starting 64 tasks takes a while, so a block must be long beside it.
+        pace = Pace(plan.pace.blocks, plan.pace.seconds * 5)
+        series = await interleave(rungs, pace)
+        for figure in compare(series, part="flight", loop=loop, case="hot", verb="write", nbytes=BLOCK):
+            extra = {"per_second": 1e9 / figure.value.median}
+            if figure.rung in peaks:
+                extra["in_flight"] = peaks[figure.rung]
+            yield replace(figure, extra=extra)

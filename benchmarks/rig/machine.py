@@ -1,0 +1,59 @@
+"""What a figure was measured on: without it a figure means nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import hixl_async
+
+__all__ = ["commit", "machine", "versions"]
+
+
+def machine() -> dict[str, Any]:
+    """The processor, the memory, the kernel, and how busy they are with other work."""
+    return {
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),
+        "load_1min": os.getloadavg()[0],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that takes part; None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "hixl_async": hixl_async.__version__}
+    for name in ("uvloop", "numpy", "cython"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit(folder: Path) -> str | None:
+    """The commit that `folder` has checked out, with ``+`` where files differ from it; None outside of git."""
+    try:
+        head = _git(folder, "rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+
+def _field(path: str, name: str) -> str | None:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)

@@ -1,0 +1,65 @@
+"""How much of the ladder is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rig.blocks import Pace
+
+__all__ = ["FULL", "QUICK", "RUNGS", "Plan"]
+
+#: From the floor up; the floor is always measured.
+RUNGS = ("copy", "driver", "core", "ready", "fresh")
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The scope of one run."""
+
+    #: Bytes of single transfers.
+    sizes: tuple[int, ...]
+    #: Which rungs of single transfers, of `RUNGS`.
+    rungs: tuple[str, ...] = RUNGS
+    #: Blocks of copies.
+    pace: Pace
+    #: Blocks of wake-ups, which scatter more.
+    wake_pace: Pace
+    #: Blocks of what has no repetitions inside: first touches and stalls.
+    rare_blocks: int
+    #: Bytes of the regions, at least.
+    region: int
+    #: Bytes of a transfer into memory that nobody has touched.
+    touch: int
+    #: Connections of an idle engine, and how long it idles.
+    connections: int
+    idle_seconds: float
+
+    @property
+    def region_bytes(self) -> int:
+        """What the regions must have."""
+        return max(self.region, *self.sizes)
+
+
+FULL = Plan(
+    sizes=(8, 64, 512, 4 * KIB, 32 * KIB, 256 * KIB, MIB, 16 * MIB, 128 * MIB),
+    pace=Pace(15, 0.004),
+    wake_pace=Pace(20, 0.02),
+    rare_blocks=9,
+    region=128 * MIB,
+    touch=16 * MIB,
+    connections=200,
+    idle_seconds=5.0,
+)
+
+QUICK = Plan(
+    sizes=(8, 4 * KIB, 64 * KIB, MIB, 16 * MIB),
+    pace=Pace(7, 0.001),
+    wake_pace=Pace(7, 0.004),
+    rare_blocks=6,
+    region=64 * MIB,
+    touch=4 * MIB,
+    connections=8,
+    idle_seconds=1.0,
+)

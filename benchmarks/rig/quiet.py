@@ -1,0 +1,114 @@
+"""What must not be felt: the loop under a large transfer, memory that is touched for the first time, an idle engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from time import perf_counter_ns
+
+from rig.blocks import Pace, Rung, Series, estimate, interleave
+from rig.figure import Figure, compare
+from rig.pair import Pair
+from rig.plan import Plan
+
+__all__ = ["measure_idle", "measure_stall", "measure_touch"]
+
+
+class Ticker:
+    """A timer of one millisecond; remembers the longest time between two of its ticks."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._last = perf_counter_ns()
+        self._worst = 0
+        self._timer = self._loop.call_later(0.001, self._tick)
+
+    def _tick(self) -> None:
+        self._look()
+        self._timer = self._loop.call_later(0.001, self._tick)
+
+    def _look(self) -> None:
+        now = perf_counter_ns()
+        self._worst = max(self._worst, now - self._last)
+        self._last = now
+
+    def stop(self) -> int:
+        """The longest gap so far, the one until now included; nanoseconds."""
+        self._timer.cancel()
+        self._look()
+        return self._worst
+
+
+async def measure_stall(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
+    """The longest gap of a 1 ms ticker while the largest write is awaited, beside the same ticker on an idle loop."""
+    engine, kv, remote = pair.engine, pair.local, pair.remote
+    size = max(plan.sizes)
+    seconds = 0.0
+
+    async def write(_: int) -> int:
+        nonlocal seconds
+        start = perf_counter_ns()
+        ticker = Ticker()
+        await engine.write(kv[:size], remote[:size])
+        worst = ticker.stop()
+        seconds = (perf_counter_ns() - start) / 1e9
+        return worst
+
+    async def idle(_: int) -> int:
+        ticker = Ticker()
+        await asyncio.sleep(seconds)
+        return ticker.stop()
+
+    await write(1)
+    series = await interleave([Rung("idle loop", idle), Rung("write", write)], Pace(plan.rare_blocks, 0.0))
+    for figure in compare(series, part="stall", loop=loop, case="longest gap", verb="write", nbytes=size, cpu=False):
+        yield figure
+
+
+async def measure_touch(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
+    """Importing a fresh region, the first write into it from memory that is fresh as well, and the second write."""
+    size = plan.touch
+    again, first, imported = Series("second write", 1), Series("first write", 1), Series("import", 1)
+    for turn in range(plan.rare_blocks):
+        name = (await pair.ask("fresh", size=size))["name"]
+        start = perf_counter_ns()
+        remote = await pair.peer.region(name)
+        imported.nanoseconds.append(perf_counter_ns() - start)
+        async with pair.engine.allocate(f"touch-{turn}", size) as local:
+            for series in (first, again):
+                start = perf_counter_ns()
+                await pair.engine.write(local[:], remote[:])
+                series.nanoseconds.append(perf_counter_ns() - start)
+    for figure in compare([again, first, imported], part="touch", loop=loop, case="fresh", verb="write", nbytes=size):
+        yield figure
+
+
+async def measure_idle(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
+    """CPU time of an engine with many connections on which nothing happens."""
+    await pair.ask("dial", count=plan.connections, address=pair.engine.address)
+    await asyncio.sleep(0.2)  # handshakes settle
+    theirs = (await pair.ask("cpu"))["ns"]
+    ours = time.process_time_ns()
+    await asyncio.sleep(plan.idle_seconds)
+    ours = time.process_time_ns() - ours
+    theirs = (await pair.ask("cpu"))["ns"] - theirs
+    await pair.ask("hang_up")
+    for rung, spent in (("engine", ours), ("clients", theirs)):
+        yield Figure(
+            part="idle",
+            loop=loop,
+            case=f"{plan.connections} connections, {plan.idle_seconds:g} s",
+            rung=rung,
+            verb=None,
+            bytes=0,
+            descriptors=0,
+            unit="ns",
+            value=estimate([spent]),
+            cpu_ns=None,
+            floor="one core",
+            ratio=estimate([spent / (plan.idle_seconds * 1e9)]),
+            blocks=1,
+            iterations=1,
+            extra={},
+        )

@@ -1,0 +1,6 @@
+"""Makes what the benchmarks share importable: they are programs to run, not a package."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -1,0 +1,90 @@
+"""The ladder runs, and its JSON is what its docstring says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hixl_async
+
+LADDER = Path(__file__).resolve().parents[2] / "benchmarks" / "ladder.py"
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty cache, so that the C rungs are compiled here."""
+    pytest.importorskip("Cython")
+    pytest.importorskip("numpy")
+    return tmp_path_factory.mktemp("cache")
+
+
+def ladder(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # The package that is tested here, installed or not.
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(hixl_async.__file__).parents[1])}
+    command = [sys.executable, str(LADDER), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+
+
+def check_estimate(value: dict[str, float]) -> None:
+    assert value.keys() == {"median", "low", "high"}
+    assert 0 <= value["low"] <= value["median"] <= value["high"] < float("inf")
+
+
+def check_figure(figure: dict[str, Any]) -> None:
+    assert figure.keys() == {
+        *("part", "loop", "case", "rung", "verb", "bytes", "descriptors", "unit", "value", "cpu_ns"),
+        *("floor", "ratio", "blocks", "iterations", "extra"),
+    }
+    assert figure["verb"] in ("write", "read", None)
+    assert figure["unit"] == "ns"
+    check_estimate(figure["value"])
+    assert (figure["floor"] is None) is (figure["ratio"] is None)
+    if figure["ratio"] is not None:
+        check_estimate(figure["ratio"])
+    assert min(figure["blocks"], figure["iterations"]) >= 1
+
+
+def test_every_part_in_json_and_for_people(cache: Path, tmp_path: Path) -> None:
+    target = tmp_path / "ladder.json"
+    done = ladder(cache, "--quick", "--loop", "asyncio", "--sizes", "8", "4KiB", "--json", str(target))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(target.read_text())
+    assert (report["schema"], report["benchmark"]) == (1, "ladder")
+    assert report.keys() == {
+        *("schema", "benchmark", "started", "seconds", "arguments", "commit", "machine", "versions", "driver"),
+        "figures",
+    }
+    figures = report["figures"]
+    for figure in figures:
+        check_figure(figure)
+    assert {figure["part"] for figure in figures} == {
+        *("range", "list", "post", "flight", "notify", "stall", "touch", "idle")
+    }
+    ranges = [(f["verb"], f["bytes"], f["rung"]) for f in figures if f["part"] == "range"]
+    rungs = ("copy", "driver", "core", "ready", "fresh")
+    assert ranges == [(verb, size, rung) for verb in ("write", "read") for size in (8, 4096) for rung in rungs]
+    # For people: each figure of a range stands beside its ratio.
+    row = next(line for line in done.stdout.splitlines() if line.startswith("  4 KiB"))
+    assert row.count(" x") == len(rungs) - 1
+
+
+def test_standard_output_is_json_alone(cache: Path) -> None:
+    done = ladder(cache, "--quick", "--loop=asyncio", "--parts", "range", "--rungs", "fresh", "--sizes", "64", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert [figure["rung"] for figure in figures] == ["copy", "fresh"] * 2
+
+
+@pytest.mark.parametrize("arguments", [("--sizes", "4 apples"), ("--sizes", "0"), ("--pin", "0"), ("--parts", "wheel")])
+def test_bad_arguments_are_told(cache: Path, arguments: tuple[str, ...]) -> None:
+    done = ladder(cache, *arguments)
+    assert done.returncode == 2
+    assert arguments[1] in done.stderr or "at least 1 byte" in done.stderr
