@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
-from typing import final
+from typing import NoReturn, final
 
 from typing_extensions import disjoint_base
 
@@ -44,6 +44,7 @@ class RemoteMemory(Memory):
 
 @final
 class Slice:
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...  # region[a:b] makes them
     @property
     def memory(self) -> Memory: ...
     @property

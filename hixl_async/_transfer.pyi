@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import Context
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from ._link import Link
 from .types import TransferState
@@ -11,6 +11,7 @@ from .types import TransferState
 @final
 class Transfer(Awaitable[int]):
     _asyncio_future_blocking: bool
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...  # engine.read, write and submit make them
     @property
     def _loop(self) -> asyncio.AbstractEventLoop: ...
     @property

@@ -196,14 +196,12 @@ class Connection:
             self._loop.remove_reader(self._channel.fileno())
             if self._again is not None:
                 self._again.cancel()
-            if self._queue or not self._channel.flush():
-                self._flushed = self._loop.create_future()
-        if self._state is _State.CLOSING and self._flushed is not None:
-            try:
+            self._flushed = self._loop.create_future()
+            self._flush()
+        try:
+            if self._flushed is not None and not self._flushed.done():
                 await asyncio.wait((self._flushed,), timeout=_FLUSH_TIMEOUT)
-            finally:
-                self._close()
-        else:
+        finally:
             self._close()
 
     def abandon(self) -> None:

@@ -526,12 +526,12 @@ class TestCloses:
     ) -> None:
         monkeypatch.setattr(connection_module, "_FLUSH_TIMEOUT", 0.05)
         mine, _ = pair
-        while not mine._queue:
+        while mine._queued_bytes < 900_000:
             mine.send("x", {"text": "y" * 10_000})
         loop = asyncio.get_running_loop()
         before = loop.time()
         await mine.aclose()
-        assert 0.04 < loop.time() - before < 0.5
+        assert 0.04 < loop.time() - before < 5
 
     async def test_at_once_if_the_other_side_is_gone(self, pair: Pair) -> None:
         mine, theirs = pair
@@ -541,6 +541,15 @@ class TestCloses:
         await theirs.aclose()
         async with asyncio.timeout(0.5):
             await closing
+
+    async def test_at_once_if_the_other_side_went_in_the_middle_of_a_message(self, pair: Pair) -> None:
+        mine, theirs = pair
+        while not mine._queue and mine._channel.flush():
+            mine.send("x", {"text": "y" * 60_000})
+        theirs.abort(PeerLostError("gone"))
+        async with asyncio.timeout(0.5):
+            await mine.aclose()
+        assert "closed" in repr(mine)
 
     async def test_also_when_cancelled(self, pair: Pair) -> None:
         mine, _ = pair

@@ -536,6 +536,8 @@ def test_signal_refusals(world: World) -> None:
     readable = left.load(world.there.export(MAY_READ), size, MAY_READ)
     readable.op.ok(left)
     refused(vt.RIGHTS, left.submit, signal=(readable, 0, 1))
+    odd = left.imported(world.right.instance.alloc(20))
+    refused((vt.INVALID, vt.RANGE), left.submit, signal=(odd, 16, 1))
     assert not any(world.there.view)
     left.submit(signal=(world.remote, size - 8, 1)).ok(left, world.right)
 
@@ -685,12 +687,10 @@ def test_cancel_a_note_that_waits_for_room(pair) -> None:
 def test_too_late_to_cancel_a_note_once_the_signal_is_out(world: World, size: int) -> None:
     world.make(4 << 20)
     left, right = world.left, world.right
-    waiting: list[vt.Op] = []
-    while not waiting:
-        op = left.note(b"n", bytes(1000))
-        if not op.released:
-            waiting.append(op)
-        elif len(left.instance.finished) > 100_000:
+    n = 0
+    while left.note(b"n", bytes(1000)).released:
+        n += 1
+        if n == 100_000:
             pytest.skip("the driver takes any number of notifications")
     rows = [(world.here, 0, world.remote, 64, size)]
     op = left.submit(WRITE, rows, signal=(world.remote, 0, 5), note=(b"last", b""))
@@ -753,11 +753,11 @@ def test_high_priority_overtakes(large: World) -> None:
 def test_low_priority_does_not_starve(large: World) -> None:
     low = large.write(0, 0, 1 << 20, priority=-1)
     high: list[vt.Op] = []
-    for _ in range(200):
+    for i in range(400):  # sizes that differ, so that the high queue never runs dry
         high = [op for op in high if not op.released]
-        while len(high) < 3:
-            high.append(large.write(0, 0, 2 << 20, priority=1))
-        high[0].ok(large.left, large.right)
+        while len(high) < 12:
+            high.append(large.write(0, 0, (1 + (i + len(high)) % 8) << 20, priority=1))
+        large.left.instance.until(lambda: any(op.released for op in high))  # noqa: B023
         if low.released:
             break
     assert low.released

@@ -57,6 +57,15 @@ def test_rings_of_different_sizes(open_instance) -> None:
         receiver.instance.until(receiver.notes, receiver)
 
 
+def test_waiting_notes_are_bounded(open_instance) -> None:
+    left, _ = open_instance.pair(ring_bytes=4096, pending_notes=5)
+    ops = []
+    while (op := vt.unless_busy(left.note, b"n", bytes(900))) is not None:
+        ops.append(op)
+    assert sum(not op.released for op in ops) == 5
+    assert len(ops) <= 5 + 4
+
+
 @pytest.mark.parametrize(("size", "n"), [(0, 2000), (40, 2000), (1007, 300)])
 def test_smallest_ring_wraps_many_times(open_instance, size: int, n: int) -> None:
     left, right = open_instance.pair(ring_bytes=4096, pending_notes=5)
@@ -297,6 +306,17 @@ def test_registered_memory_takes_no_signals(other: tuple[Peer, vt.Link]) -> None
         link.submit(signal=(remote, 0, 1))
     assert caught.value.status == vt.UNSUPPORTED
     assert b"allocate" in link.vt.error_text(vt.UNSUPPORTED, 0)
+
+
+def test_a_token_that_is_not_the_peers(open_instance) -> None:
+    """The right number, but of another process's namespace: what lies at the address is not what the card says."""
+    a, b = open_instance(), open_instance()
+    left, right = a.link(1), b.link(2)
+    right.card.data[16] ^= 1
+    left.connect(right.card)
+    with pytest.raises(vt.DriverError) as caught:
+        left.imported(b.register((c.c_uint8 * 64)()))
+    assert (caught.value.status, caught.value.native) == (vt.RIGHTS, errno.ESRCH)
 
 
 @pytest.mark.parametrize("pid", [0, 1, 0x7FFFFFFF, 0xFFFFFFFF])

@@ -278,8 +278,8 @@ def test_connect_twice(open_instance) -> None:
 # ---- the notification ring -------------------------------------------------------------------------------------------
 
 NONSENSE = {
-    "head beyond the capacity": lambda h: h.theirs.__setitem__(HEAD, 65536 + 16),
-    "head far away": lambda h: h.theirs.__setitem__(HEAD, 1 << 63),
+    "head beyond the capacity": lambda h: (h.theirs.record(0, 32, 5, 3), h.theirs.__setitem__(HEAD, 65536 + 16)),
+    "head far away": lambda h: (h.theirs.record(0, 32, 5, 3), h.theirs.__setitem__(HEAD, 1 << 63)),
     "head at the end of all numbers": lambda h: h.theirs.__setitem__(HEAD, (1 << 64) - 16),
     "head between records": lambda h: h.theirs.__setitem__(HEAD, 24),
     "length 0": lambda h: h.theirs.record(0, 0, 0, 0),

@@ -183,11 +183,15 @@ def use(driver: vt.CDriver, what: str, sock: socket.socket) -> str:
         return answer
 
 
-def test_two_users_work_together(driver: vt.CDriver) -> None:
-    """Reading, writing by right, notifications both ways; registered memory is refused, and the text says why."""
+@pytest.mark.parametrize("other", [READER, 0], ids=["another user", "root"])
+def test_two_users_work_together(driver: vt.CDriver, other: int) -> None:
+    """Reading, writing by right, notifications both ways; registered memory is refused, and the text says why.
+
+    Root could reach it, but would wait at page faults that the other user serves.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        one, two = User(OWNER, use, driver, "owner", ours), User(READER, use, driver, "reader", theirs)
+        one, two = User(OWNER, use, driver, "owner", ours), User(other, use, driver, "reader", theirs)
         answer, state = two.join(), one.join()
     assert state == "written"
     assert answer.startswith("RIGHTS"), answer
