@@ -28,7 +28,7 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.math cimport INFINITY
 
 from ._batch cimport Batch
-from ._link cimport Driver, Hub, Link, driver_error, hxa_letter, hxa_mailbox
+from ._link cimport Driver, Hub, Link, driver_error, hxa_letter, hxa_mailbox, hxa_mailbox_asleep, hxa_mailbox_signals
 from ._memory cimport LocalMemory, Memory, RemoteMemory, Slice, check_access, raise_gone, whole
 from ._transfer cimport ACTIVE, CANCELLED, CREDIT, DONE, Drain, FAILED, Transfer
 from .driver cimport *
@@ -543,7 +543,7 @@ cdef class Core(Hub):
                         return 0  # C8; the finally clause comes back for the rest
         finally:
             self.draining = False
-            if not self.box.armed and not self.drain_scheduled and not self.finished:
+            if not hxa_mailbox_asleep(self.box) and not self.drain_scheduled and not self.finished:
                 # Capped, or an exception such as KeyboardInterrupt passed through a resumed task: the rest must not wait.
                 self.drain_scheduled = True
                 self.call_soon(self.drain)
@@ -708,7 +708,7 @@ cdef class Core(Hub):
         for driver in self.drivers:
             if driver.instance != NULL:
                 return 0
-        self.n_signals = self.box.signals
+        self.n_signals = hxa_mailbox_signals(self.box)
         hxa_mailbox_close(self.box)
         PyMem_RawFree(self.box)
         self.box = NULL
@@ -723,7 +723,8 @@ cdef class Core(Hub):
             hxa_mailbox_close(self.box)
 
     def _counters(self):
-        return (self.n_transfers, self.n_inline, self.n_bytes, self.n_failed, self.box.signals if self.box != NULL else self.n_signals)
+        signals = hxa_mailbox_signals(self.box) if self.box != NULL else self.n_signals
+        return (self.n_transfers, self.n_inline, self.n_bytes, self.n_failed, signals)
 
 
 cdef inline bint _overlap(uint64_t start, uint64_t size, uint64_t other, uint64_t length) noexcept:

@@ -10,9 +10,9 @@ cdef extern from "hxa_mailbox.h" nogil:
         hxa_event event
     ctypedef struct hxa_mailbox:
         int fd
-        uint32_t armed
-        uint64_t signals
-        uint64_t lost
+    void hxa_mailbox_awake(hxa_mailbox *box)
+    int hxa_mailbox_asleep(const hxa_mailbox *box)
+    uint64_t hxa_mailbox_signals(const hxa_mailbox *box)
 
 
 cdef enum: MAX_DRIVERS = 4

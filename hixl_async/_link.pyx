@@ -259,7 +259,7 @@ cdef class Link:
             return
         cdef Hub core = self.driver.core
         # Events land in the mailbox; we empty it ourselves below, so no signal is needed.
-        core.box.armed = 0
+        hxa_mailbox_awake(core.box)
         if self.driver.table.poll(self.link, POLL_EVENTS) and not self.poll_scheduled:
             self.poll_scheduled = True
             core.call_soon(self.poll)

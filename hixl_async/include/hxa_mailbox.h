@@ -104,6 +104,15 @@ static inline hxa_letter *hxa_mailbox_take_letters(hxa_mailbox *box) {
 /* Consumer: the events of a taken op.  Read op->next before: a later event may queue the op again at once. */
 static inline uint32_t hxa_mailbox_events(hxa_op *op) { return __atomic_exchange_n(&op->events, 0, __ATOMIC_ACQ_REL); }
 
+/* Consumer: somebody looks soon without being woken. */
+static inline void hxa_mailbox_awake(hxa_mailbox *box) { __atomic_store_n(&box->armed, 0, __ATOMIC_RELAXED); }
+
+/* Consumer: does a post still cost a signal?  No: either nobody sleeps, or the signal is on its way. */
+static inline int hxa_mailbox_asleep(const hxa_mailbox *box) { return (int)__atomic_load_n(&box->armed, __ATOMIC_RELAXED); }
+
+/* Anybody: how often the eventfd was written. */
+static inline uint64_t hxa_mailbox_signals(const hxa_mailbox *box) { return __atomic_load_n(&box->signals, __ATOMIC_RELAXED); }
+
 /* Consumer: awake from here on; posts cost no signal. */
 static inline void hxa_mailbox_disarm(hxa_mailbox *box) {
     uint64_t count;

@@ -6,9 +6,11 @@ import asyncio
 import heapq
 from collections.abc import Callable
 from contextvars import Context
-from typing import Any
+from typing import TypeVarTuple
 
 __all__ = ["VirtualClockLoop"]
+
+_Ts = TypeVarTuple("_Ts")
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
@@ -36,7 +38,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """As asyncio's; remembers when, for `advance`."""
         heapq.heappush(self._whens, when)

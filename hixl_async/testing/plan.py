@@ -113,19 +113,19 @@ _Command = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uin
 class FaultPlan:
     """A list of faults, given to an engine by ``drivers=faulty("shm", plan)``.
 
-    Every method adds one rule and returns the plan.  Rules look at operations as they are submitted, and count those that
-    they look at from the moment they are added, so ``fail(nth=1)`` means the next one.  Common to all rules:
+    Every method adds one rule and returns the plan.  Rules look at operations as they are submitted, and count those
+    that they look at from the moment they are added, so ``fail(nth=1)`` means the next one.  Common to all rules:
 
     * ``nth=3``: only the third; ``every=3``: the third, the sixth, ...; neither: all,
     * ``count=2``: at most two of them,
     * ``chance=0.1``: and of those a tenth, drawn by the seed,
-    * ``verb="write"``: looks only at writes; ``"read"``, ``"note"`` (bare notifications and signals), ``"transfer"`` (reads
-      and writes), ``"any"``.
+    * ``verb="write"``: looks only at writes; ``"read"``, ``"note"`` (bare notifications and signals), ``"transfer"``
+      (reads and writes), ``"any"``.
 
     Rules can be added while engines run.  A plan may serve several engines; they share its counters.
 
-    :param seed: of all that is random; default: a new one, shown by ``repr``, which is an expression that makes the same
-        plan.
+    :param seed: of all that is random; default: a new one, shown by ``repr``, which is an expression that makes the
+        same plan.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -155,8 +155,8 @@ class FaultPlan:
     ) -> Self:
         """Delays by `low`, or by between `low` and `high` seconds.
 
-        :param part: ``"operation"``: bytes land late; ``"outcome"``: they land at once and the report is late; ``"note"``:
-            data in time, signal and notification later.
+        :param part: ``"operation"``: bytes land late; ``"outcome"``: they land at once and the report is late;
+            ``"note"``: data in time, signal and notification later.
         """
         high = low if high is None else high
         if not 0 <= low <= high < 1e6 or part not in _PARTS:

@@ -313,7 +313,8 @@ class TestExhaustion:
         for _ in range(50):
             assert (await inbox.get()).kind == "x"
         await flooding
-        assert stalls.longest < 0.01 + 5 * cost  # a pass reads little more than one of them
+        # A pass reads two of them at most, and the watch looks at every second one; the rest is for busy machines.
+        assert stalls.longest < 0.02 + 10 * cost
 
     async def test_descriptors_do_not_pile_up(self, listen: HostFactory) -> None:
         host = await listen()

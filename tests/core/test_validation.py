@@ -380,7 +380,7 @@ async def test_bad_parts(world: World) -> None:
 
 async def test_too_many_descriptors(world: World) -> None:
     limit = world.left.driver_limits()["shm"]["descriptors"]
-    rows = np.ones((limit + 1, 3), "uint64")
+    rows = np.stack([np.arange(limit + 1), np.arange(limit + 1), np.ones(limit + 1)], axis=1).astype("uint64")
     says = f"{limit + 1} descriptors are more than the {limit}.*split"
     async with refused(world, InvalidArgumentError, says):
         world.batch(rows)
