@@ -17,7 +17,7 @@ from .types import __all__ as _types
 
 __version__ = "0.1.0.dev0"
 
-__all__ = [  # noqa: PLE0604
+__all__ = [
     "Batch",
     "Engine",
     "EngineConfig",

@@ -378,7 +378,10 @@ class Engine(Core):
             return
         self._must_be_here()
         users = [peer for peer in self._peers.values() if region in peer._exports]
+        silent = [peer for peer in users if peer.state is PeerState.DOWN]
         try:
+            if silent and region.pins == len(silent):
+                raise TimeoutError  # nobody is left who could answer in time
             async with asyncio.timeout(self.config.close_timeout):
                 await region.released()
         except TimeoutError:
@@ -532,6 +535,11 @@ class Engine(Core):
             for name, driver in self._drivers.items()
             if name in theirs and (same_host or not driver.capabilities & _link.CAP_SAME_HOST)
         ]
+
+    def _others(self, peer: Peer) -> list[Peer]:
+        """Other connections with the same engine."""
+        incarnation = peer.identity.incarnation
+        return [other for other in self._peers.values() if other is not peer and other.identity.incarnation == incarnation]
 
     def _attach(self, peer: Peer) -> int:
         cookie = self._next_number

@@ -49,6 +49,13 @@ class Incoming:
         """
         return self._field(name, dict)
 
+    def flag(self, name: str) -> bool:
+        """A truth value; False if there is none of that name.
+
+        :raises ProtocolError: if it is something else.
+        """
+        return name in self._body and self._field(name, bool)
+
     def card(self) -> bytes:
         """The driver's card.
 

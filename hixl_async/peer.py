@@ -2,8 +2,8 @@
 
 States: CONNECTING -> UP -> CLOSING -> DOWN, or straight to DOWN when the peer is lost.  DOWN does not mean harmless: a
 stopped process may still finish a copy into our memory, so `fenced` is a second question.  It is answered by the peer's
-goodbye (sent after its own work has drained), by the confirmed death of its process, or by the fact that it holds none
-of our memory; never by time.
+goodbye (sent after its own work has drained), by its word on a later connection that nothing of this one is left, by
+the confirmed death of its process, or by the fact that it holds none of our memory; never by time.
 
 Whatever ends a peer, one task sees it through, `_ending`: we leave (`_leave`), it leaves or its link breaks (`_part`),
 or it is lost (`_wind_down` alone).
@@ -17,6 +17,7 @@ import logging
 import os
 import select
 import sys
+from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +61,7 @@ class PeerHost(Protocol):
     def loop(self) -> asyncio.AbstractEventLoop: ...
     def _must_be_here(self) -> None: ...
     def _shared_drivers(self, theirs: Sequence[str], same_host: bool) -> list[Driver]: ...
+    def _others(self, peer: Peer) -> list[Peer]: ...
     def _attach(self, peer: Peer) -> int: ...
     def _detach(self, peer: Peer) -> None: ...
     def _region(self, number: int) -> Region | None: ...
@@ -94,6 +96,7 @@ class Peer:
         self._signal_callbacks: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[HixlError], None]] = []
         self._farewell: asyncio.Future[bool] = self._loop.create_future()  # True: its goodbye; False: it went without
+        self._cut: asyncio.Future[None] = self._loop.create_future()  # nothing can be heard of it any more
         self._fence: asyncio.Future[None] = self._loop.create_future()
         self._ending: asyncio.Task[None] | None = None
         self._over = False  # nothing of ours works for it any more
@@ -193,7 +196,7 @@ class Peer:
             if self.state is PeerState.CONNECTING:
                 link.watch()
             if self.state is PeerState.CONNECTING and self._joined:
-                self._send("ready", {})
+                self._send("ready", {"settled": all(other._over for other in self._host._others(self))})
                 self._maybe_up()
         except HixlError as error:
             self._lose(error)
@@ -203,6 +206,11 @@ class Peer:
         return not self._unjoined and all(link.up for link in self._links.values())
 
     def _on_ready(self, message: Incoming) -> None:
+        if message.flag("settled"):
+            # Nothing of its earlier connections is left there, although we could not hear its goodbye.
+            for other in self._host._others(self):
+                if other.state is PeerState.DOWN:
+                    other._become_harmless()
         self._their_ready = True
         self._maybe_up()
 
@@ -257,7 +265,7 @@ class Peer:
                 **to_the_end,
             },
             PeerState.CLOSING: to_the_end,
-            PeerState.DOWN: {},
+            PeerState.DOWN: {"region.gone": exports.on_gone, "goodbye": self._on_goodbye},
         }
 
     def _on_message(self, kind: str, body: dict[str, Any], fds: list[int]) -> None:
@@ -374,7 +382,7 @@ class Peer:
     async def fenced(self) -> None:
         """Waits until this peer's process can no longer touch memory of ours; it may never come.
 
-        That is when it is down and said goodbye, having drained its own work, or holds none of our memory, or when its
+        That is when it said goodbye, having drained its own work, or is down and holds none of our memory, or when its
         death is confirmed.
 
         :raises ClosedError: if this engine closes first.
@@ -423,6 +431,7 @@ class Peer:
             self._pidfd = None
 
     def _on_connection_lost(self, error: HixlError) -> None:
+        _settle(self._cut, None)
         # After its goodbye the peer may close the connection before we do.
         if not (self._farewell.done() and self._farewell.result()):
             self._lose(PeerLostError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name))
@@ -437,6 +446,7 @@ class Peer:
 
     def _lose(self, error: HixlError) -> None:
         """The peer is gone for us: fails everything that waits for it, and stops our work for it."""
+        _settle(self._cut, None)
         if self.state is not PeerState.DOWN:
             self._go_down(error)
             self._end(self._wind_down())
@@ -510,8 +520,10 @@ class Peer:
         await asyncio.wait([self._farewell], timeout=GOODBYE_GRACE)
         if self._farewell.done() and self._farewell.result():
             error = PeerLostError(f"peer {self.name!r} left", peer=self.name)
-            await self._say_goodbye()
+        await self._say_goodbye()
         self._go_down(error)
+        if not self._harmless:  # a broken link alone does not keep it from saying goodbye
+            await asyncio.wait([self._fence, self._cut], timeout=self._close_timeout, return_when=FIRST_COMPLETED)
         await self._wind_down()
 
     async def _say_goodbye(self) -> None:
@@ -526,6 +538,11 @@ class Peer:
             self._begin_closing()
             self._end(self._part(PeerLostError(f"peer {self.name!r} left", peer=self.name)))
         self._become_harmless()
+
+    def _holds_nothing(self) -> None:
+        """It let go of the last region of ours."""
+        if self.state is PeerState.DOWN:
+            self._become_harmless()
 
     def _go_down(self, error: HixlError) -> None:
         """The one way into DOWN."""

@@ -105,6 +105,8 @@ class Exports:
         export = self._given.pop(message.number("id"), None)
         if export is not None:
             export.region.unpin()
+            if not self._given:
+                self._peer._holds_nothing()
 
     def release(self) -> None:
         """The peer can touch none of them any more."""

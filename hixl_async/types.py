@@ -6,7 +6,17 @@ from collections.abc import Callable
 from enum import Enum, IntFlag
 from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["Access", "AccessLike", "Address", "DriverInfo", "EngineStats", "PeerState", "Priority", "Ready", "TransferState"]
+__all__ = [
+    "Access",
+    "AccessLike",
+    "Address",
+    "DriverInfo",
+    "EngineStats",
+    "PeerState",
+    "Priority",
+    "Ready",
+    "TransferState",
+]
 
 
 class Access(IntFlag):

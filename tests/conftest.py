@@ -40,8 +40,10 @@ def _factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop
 
-        # The first loop of a process opens a pipe for signals that stays.
-        uvloop.new_event_loop().close()
+        # The first loop of a process opens a pipe for signals, and the first lookup of a name starts threads, that stay.
+        loop = uvloop.new_event_loop()
+        loop.run_until_complete(loop.getaddrinfo("localhost", 0))
+        loop.close()
         factories["uvloop"] = _new_loop(uvloop.new_event_loop)
     return factories
 

@@ -25,6 +25,8 @@ BLOCK = 4096
 #: Descriptors of a list, lists that are gone through where memory must be cold, and coroutines in flight.
 LIST, COLD_LISTS, FLIGHT = 256, 64, 64
 POST = 10_000
+#: From here on an operation takes a block by itself.
+LARGE = 16 << 20
 
 
 def _program(pair: Pair, batches: list[Batch]) -> Any:
@@ -97,7 +99,7 @@ async def measure_range(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figu
     for verb in VERBS:
         for size in plan.sizes:
             rungs = [rung for rung in _range_rungs(pair, verb, size) if rung.name in ("copy", *plan.rungs)]
-            series = await interleave(rungs, plan.pace)
+            series = await interleave(rungs, plan.pace if size < LARGE else plan.slow_pace)
             for figure in compare(series, part="range", loop=loop, case="hot", verb=verb, nbytes=size):
                 yield figure
 

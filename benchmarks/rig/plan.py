@@ -26,8 +26,8 @@ class Plan:
     pace: Pace
     #: Blocks of wake-ups, which scatter more.
     wake_pace: Pace
-    #: Blocks of what has no repetitions inside: first touches and stalls.
-    rare_blocks: int
+    #: Blocks of what takes long or cannot be repeated: large copies, stalls, first touches.
+    slow_pace: Pace
     #: Bytes of the regions, at least.
     region: int
     #: Bytes of a transfer into memory that nobody has touched.
@@ -46,7 +46,7 @@ FULL = Plan(
     sizes=(8, 64, 512, 4 * KIB, 32 * KIB, 256 * KIB, MIB, 16 * MIB, 128 * MIB),
     pace=Pace(15, 0.004),
     wake_pace=Pace(20, 0.02),
-    rare_blocks=9,
+    slow_pace=Pace(9, 0.0),
     region=128 * MIB,
     touch=16 * MIB,
     connections=200,
@@ -57,7 +57,7 @@ QUICK = Plan(
     sizes=(8, 4 * KIB, 64 * KIB, MIB, 16 * MIB),
     pace=Pace(7, 0.001),
     wake_pace=Pace(7, 0.004),
-    rare_blocks=6,
+    slow_pace=Pace(6, 0.0),
     region=64 * MIB,
     touch=4 * MIB,
     connections=8,

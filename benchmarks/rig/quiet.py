@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from time import perf_counter_ns
 
-from rig.blocks import Pace, Rung, Series, estimate, interleave
+from rig.blocks import Rung, Series, estimate, interleave
 from rig.figure import Figure, compare
 from rig.pair import Pair
 from rig.plan import Plan
@@ -61,7 +61,7 @@ async def measure_stall(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figu
         return ticker.stop()
 
     await write(1)
-    series = await interleave([Rung("idle loop", idle), Rung("write", write)], Pace(plan.rare_blocks, 0.0))
+    series = await interleave([Rung("idle loop", idle), Rung("write", write)], plan.slow_pace)
     for figure in compare(series, part="stall", loop=loop, case="longest gap", verb="write", nbytes=size, cpu=False):
         yield figure
 
@@ -70,7 +70,7 @@ async def measure_touch(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figu
     """Importing a fresh region, the first write into it from memory that is fresh as well, and the second write."""
     size = plan.touch
     again, first, imported = Series("second write", 1), Series("first write", 1), Series("import", 1)
-    for turn in range(plan.rare_blocks):
+    for turn in range(plan.slow_pace.blocks):
         name = (await pair.ask("fresh", size=size))["name"]
         start = perf_counter_ns()
         remote = await pair.peer.region(name)

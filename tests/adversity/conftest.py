@@ -19,7 +19,7 @@ def figure(request: pytest.FixtureRequest) -> Iterator[Callable[[str, float], No
         request.node.user_properties.append((name, round(seconds * 1e3, 2)))
         _figures.setdefault(name, []).append(seconds * 1e3)
 
-    yield record
+    return record
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -202,7 +202,13 @@ async def flood_notes(self: Intruder) -> int:
 
 async def lie_about_lengths(self: Intruder) -> None:
     """One record after another whose lengths cannot be."""
-    for total, topic, note in [(0, 0, 0), (16, 0xFFFFFFF0, 0x20), (0xFFFFFFF0, 1, 1), (32, 1 << 30, 1 << 30), (1 << 20, 5, 5)]:
+    for total, topic, note in [
+        (0, 0, 0),
+        (16, 0xFFFFFFF0, 0x20),
+        (0xFFFFFFF0, 1, 1),
+        (32, 1 << 30, 1 << 30),
+        (1 << 20, 5, 5),
+    ]:
         at = self.link.theirs[HEAD] % 65536
         struct.pack_into("<IIII", self.link.theirs.memory, PAGE + at, total, topic, note, 0)
         self.link.theirs[HEAD] += 32

@@ -166,7 +166,7 @@ async def test_killed_and_restarted_at_the_same_address(figure: Figure) -> None:
         address, remotes, peers = "127.0.0.1:0", [], []
         async with peer_process() as reserve:
             address = reserve.address
-        for round in range(5):
+        for _round in range(5):
             async with peer_process() as process:
                 incarnation = await process.run("adversity.work:listen", address=address)
                 start = time.perf_counter()

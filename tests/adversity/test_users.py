@@ -186,7 +186,12 @@ async def _guarding_owner(talk: Talk) -> None:
 
 
 async def _intruding_reader(talk: Talk) -> None:
-    address, pid, private, where = (await talk.hear(), int(await talk.hear()), int(await talk.hear()), int(await talk.hear()))
+    address, pid, private, where = (
+        await talk.hear(),
+        int(await talk.hear()),
+        int(await talk.hear()),
+        int(await talk.hear()),
+    )
     actor = await Puppet.dial(address, secret=SECRET, name="reader")
     await actor.up()
     worked = []

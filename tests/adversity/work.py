@@ -73,6 +73,10 @@ def dead_pid(engine: Engine) -> int:
 
 def names(engine: Engine) -> list[str]:
     """The names of all Unix sockets of this process."""
-    inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+    inodes = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return [row[7] for row in rows if len(row) > 7 and f"socket:[{row[6]}]" in inodes]

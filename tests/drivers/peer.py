@@ -217,7 +217,7 @@ class Server:
         """Sends n notifications back, each as soon as it comes."""
         answered = 0
         while answered < n:
-            self.instance.until(lambda: len(self.made.notes()) > answered, self.made)  # noqa: B023
+            self.instance.until(lambda: len(self.made.notes()) > answered, self.made)
             for topic, text in self.made.notes()[answered:]:
                 self.made.note(topic, text)
                 answered += 1

@@ -76,7 +76,7 @@ def test_ping_pong_sleeping(peer: Peer, link: vt.Link) -> None:
     peer.ask("echo", n=n)
     for i in range(n):
         link.note(b"ping", b"%d" % i).ok(link)
-        link.instance.until(lambda: len(link.notes()) == i + 1, link)  # noqa: B023
+        link.instance.until(lambda: len(link.notes()) == i + 1, link)
     peer.answer()
     assert [text for _, text in link.notes()] == [b"%d" % i for i in range(n)]
 

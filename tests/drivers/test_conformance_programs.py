@@ -158,7 +158,7 @@ def check(driver: vt.CDriver, program: list[Step], threads: int, small: bool) ->
                 assert side.there.view == side.target
                 assert side.here.view == side.local
         for side, other in (sides, sides[::-1]):
-            a.until(lambda: len(other.link.notes()) == len(side.sent), *links, what="a note is missing")  # noqa: B023
+            a.until(lambda: len(other.link.notes()) == len(side.sent), *links, what="a note is missing")
             assert other.link.notes() == side.sent
             for op in side.waiting:
                 op.ok(*links)

@@ -282,7 +282,17 @@ async def test_priorities(world: World, priority: Any) -> None:
 
 async def test_signals(world: World) -> None:
     place = world.remote[8:16]
-    for wrong in (7, (), (place,), (place, -1), (place, 1 << 64), (place, "x"), (place, 1.5), (None, 1), (world.local[8:16], 1)):
+    for wrong in (
+        7,
+        (),
+        (place,),
+        (place, -1),
+        (place, 1 << 64),
+        (place, "x"),
+        (place, 1.5),
+        (None, 1),
+        (world.local[8:16], 1),
+    ):
         with pytest.raises(InvalidArgumentError, match="signal"):
             world.left.write(world.local[0:8], world.remote[0:8], signal=wrong)
     for wrong in (world.remote[0:4], world.remote[4:12], world.remote[0:16], world.remote[0:0]):

@@ -61,9 +61,7 @@ async def test_both_connect_to_each_other_at_once(round: int) -> None:
     async with Engine("127.0.0.1:0", name="a") as a, Engine("127.0.0.1:0", name="b") as b:
         region_a, region_b = a.allocate("a", 4, access="write"), b.allocate("b", 4, access="write")
         peer_b, peer_a = await asyncio.gather(a.connect(b.address), b.connect(a.address))
-        await asyncio.gather(
-            a.write(b"to b", await peer_b.region("b")), b.write(b"to a", await peer_a.region("a"))
-        )
+        await asyncio.gather(a.write(b"to b", await peer_b.region("b")), b.write(b"to a", await peer_a.region("a")))
         assert bytes(memoryview(region_a)) + bytes(memoryview(region_b)) == b"to ato b"
 
 
@@ -78,7 +76,7 @@ async def test_no_sockets_pile_up(engine: Engine) -> None:
 
 
 async def test_a_thousand_small_transfers_need_one_connection(pair: EnginePair) -> None:
-    _, remote = await pair.region("kv", 8)
+    _, _remote = await pair.region("kv", 8)
     for _ in range(1000):
         peer = await pair.left.connect(pair.right.address)
         await pair.left.write(b"12345678", await peer.region("kv"))
@@ -98,7 +96,8 @@ async def test_an_engine_does_not_connect_to_itself(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "nowhere", "127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:0", 7, None, ("a", 1)]
+    "address",
+    ["", "nowhere", "127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:0", 7, None, ("a", 1)],
 )
 async def test_malformed_addresses(engine: Engine, address: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="address"):
@@ -228,7 +227,11 @@ HELLO = {
         (b"\xff" * 100, ProtocolError, "limit"),
         (b"", ConnectError, "closed"),
         (codec.frame(codec.encode("hello", {**HELLO, "versions": [99, 101]})), ProtocolError, "versions 99 to 101"),
-        (codec.frame(codec.encode("hello", {**HELLO, "magic": "x", "versions": [1, 1]})), ProtocolError, "no hixl_async"),
+        (
+            codec.frame(codec.encode("hello", {**HELLO, "magic": "x", "versions": [1, 1]})),
+            ProtocolError,
+            "no hixl_async",
+        ),
     ],
 )
 async def test_something_else_listens(engine: Engine, answer: bytes, error: type[Exception], text: str) -> None:
@@ -399,6 +402,7 @@ async def test_an_acceptor_that_is_dropped_is_forgotten(engine: Engine) -> None:
 async def _first(engine: Engine) -> Any:
     async for peer in engine.accepted():
         return peer
+    return None
 
 
 async def test_two_tasks_may_not_share_an_acceptor(engine: Engine) -> None:

@@ -267,7 +267,9 @@ async def test_nonsense_ends_the_connection_and_nothing_else(engine: Engine, say
         assert await friend.peers[0].request("hixl.ping", {"n": 1}) == {"n": 1}
 
 
-@pytest.mark.parametrize("kind", ["goodbye", "region.gone", "answer", "call", "region.get", "region.up", "post", "unknown"])
+@pytest.mark.parametrize(
+    "kind", ["goodbye", "region.gone", "answer", "call", "region.get", "region.up", "post", "unknown"]
+)
 async def test_out_of_turn_before_it_is_up(engine: Engine, kind: str) -> None:
     from puppet import Puppet
 

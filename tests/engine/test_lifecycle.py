@@ -351,7 +351,9 @@ def test_exit_with_everything_open_and_in_flight(loop: str) -> None:
         """
     )
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
-    assert "Traceback" not in done.stderr.replace("Traceback (most recent call last):\nResourceWarning", ""), done.stderr
+    assert "Traceback" not in done.stderr.replace("Traceback (most recent call last):\nResourceWarning", ""), (
+        done.stderr
+    )
 
 
 def test_two_loops_one_after_another(runner: asyncio.Runner) -> None:
@@ -395,7 +397,7 @@ def test_an_engine_of_a_loop_that_is_gone(runner: asyncio.Runner) -> None:
 
 async def test_every_gauge_is_zero_after_everything_was_closed() -> None:
     async with engine_pair() as pair:
-        region, remote = await pair.region("kv", 1 << 20)
+        _region, remote = await pair.region("kv", 1 << 20)
         await pair.left.write(bytes(1 << 20), remote, notify=("t", b""))
         await pair.left.write(b"1234", remote[0:4])
         busy = pair.left.stats()

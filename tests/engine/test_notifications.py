@@ -70,7 +70,8 @@ async def test_the_data_is_there_whatever_the_order_of_completions() -> None:
         view = memoryview(region)
         notes = pair.right.notifications("kv")
         transfers = [
-            pair.left.write(bytes([i + 1]) * 16, remote[16 * i : 16 * i + 16], notify=("kv", bytes([i]))) for i in range(64)
+            pair.left.write(bytes([i + 1]) * 16, remote[16 * i : 16 * i + 16], notify=("kv", bytes([i])))
+            for i in range(64)
         ]
         seen = set()
         for _ in range(64):
@@ -281,7 +282,9 @@ async def _read(pair: EnginePair, remote: Any) -> bytearray:
     return buffer
 
 
-@pytest.mark.parametrize("notify", [7, "topic", ("topic",), ("", b"x"), (7, b"x"), ("topic", 7), ("topic", "text"), ("\ud800", b"")])
+@pytest.mark.parametrize(
+    "notify", [7, "topic", ("topic",), ("", b"x"), (7, b"x"), ("topic", 7), ("topic", "text"), ("\ud800", b"")]
+)
 async def test_malformed_notifications(pair: EnginePair, notify: Any) -> None:
     _, remote = await pair.region("kv", 8)
     with pytest.raises(InvalidArgumentError, match="notify|topic"):
@@ -290,7 +293,9 @@ async def test_malformed_notifications(pair: EnginePair, notify: Any) -> None:
     assert pair.left.stats().pinned == 0
 
 
-@pytest.mark.parametrize("wrong", [{"topic": ""}, {"topic": 7}, {"topic": b"t"}, {"limit": 0}, {"limit": -1}, {"limit": "1"}])
+@pytest.mark.parametrize(
+    "wrong", [{"topic": ""}, {"topic": 7}, {"topic": b"t"}, {"limit": 0}, {"limit": -1}, {"limit": "1"}]
+)
 async def test_malformed_subscriptions(engine: Engine, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match="topic|limit"):
         engine.notifications(**wrong)
@@ -338,7 +343,10 @@ async def test_a_receiver_that_does_not_read_blocks_nobody() -> None:
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 async def test_ping_pong_between_processes(loop: str) -> None:
-    async with peer_process(loop=loop, regions={"kv": 1 << 20}) as process, Engine("127.0.0.1:0", name="here") as engine:
+    async with (
+        peer_process(loop=loop, regions={"kv": 1 << 20}) as process,
+        Engine("127.0.0.1:0", name="here") as engine,
+    ):
         peer = await engine.connect(process.address)
         await process.run("engine.echo:start")
         notes = engine.notifications("pong")

@@ -176,9 +176,7 @@ async def test_a_grant_never_exceeds_the_access(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("grant", [lambda peer: 1 / 0, lambda peer: "everything", lambda peer: None])
-async def test_a_grant_that_fails_gives_nothing(
-    engine: Engine, loop_errors: list[dict[str, Any]], grant: Any
-) -> None:
+async def test_a_grant_that_fails_gives_nothing(engine: Engine, loop_errors: list[dict[str, Any]], grant: Any) -> None:
     async with Engine(name="other") as other:
         before = engine.accepted()
         peer = await other.connect(engine.address)
@@ -240,7 +238,13 @@ async def test_one_who_gives_up_does_not_spoil_it_for_the_others() -> None:
         await settle()
         fd = segment(4096)
         actor.say(
-            "region.card", fds=[fd], call=request.body["call"], driver="shm", card=text(mem_card(4096)), size=4096, access=3
+            "region.card",
+            fds=[fd],
+            call=request.body["call"],
+            driver="shm",
+            card=text(mem_card(4096)),
+            size=4096,
+            access=3,
         )
         assert await tasks[1] is await tasks[2]
         assert tasks[0].cancelled()

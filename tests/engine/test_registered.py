@@ -65,7 +65,9 @@ async def test_peers_reach_it_where_it_lies(pair: EnginePair, kind: str) -> None
     assert raw(buffer) == bytes(reversed(back))
 
 
-@pytest.mark.parametrize("buffer", [b"constant", memoryview(bytearray(8)).toreadonly(), Exporter(numpy.zeros(8, "int8"))])
+@pytest.mark.parametrize(
+    "buffer", [b"constant", memoryview(bytearray(8)).toreadonly(), Exporter(numpy.zeros(8, "int8"))]
+)
 async def test_what_cannot_be_written(pair: EnginePair, buffer: Any) -> None:
     if isinstance(buffer, Exporter):
         buffer._values.flags.writeable = False

@@ -72,7 +72,9 @@ async def test_errors_reach_the_caller_with_their_type(pair: EnginePair) -> None
     assert await pair.peer.request("hixl.ping", {"still": "up"}) == {"still": "up"}
 
 
-@pytest.mark.parametrize("kind", ["raises", "raises later", "answers with a list", "answers with what JSON cannot carry", "is too long"])
+@pytest.mark.parametrize(
+    "kind", ["raises", "raises later", "answers with a list", "answers with what JSON cannot carry", "is too long"]
+)
 async def test_broken_handlers(pair: EnginePair, loop_errors: list[dict[str, Any]], kind: str) -> None:
     """Our own handler's fault: the caller hears of it, the loop's exception handler too, and the connection goes on."""
 

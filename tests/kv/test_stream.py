@@ -135,7 +135,7 @@ async def test_b21_no_signal_without_its_data(pair: Pair) -> None:
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         stream = blocks.stream()
-        with pytest.raises(StreamAbortedError, match="layer 1 failed: boom") as caught:  # noqa: PT012
+        with pytest.raises(StreamAbortedError, match="layer 1 failed: boom") as caught:
             async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
                 out.push(0, source[0])
                 out.push(1, source[1])
@@ -220,7 +220,7 @@ async def test_leaving_without_all_layers_aborts(pair: Pair) -> None:
 
 async def test_b26_an_exception_inside_aborts_and_stays_itself(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
-        with pytest.raises(ZeroDivisionError):  # noqa: PT012
+        with pytest.raises(ZeroDivisionError):
             async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
                 out.push(0, source[0])
                 out.push(1, source[1], ready=lambda: False)
@@ -530,7 +530,7 @@ async def test_closing_the_pool_of_a_lost_producer(pair: Pair) -> None:
 async def test_a_lost_consumer(pair: Pair) -> None:
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
-        with pytest.raises(PeerLostError):  # noqa: PT012
+        with pytest.raises(PeerLostError):
             async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
                 out.push(0, source[0])
                 out.push(1, source[1], ready=lambda: False)
@@ -547,7 +547,7 @@ async def test_the_producers_exit_is_bounded_if_nothing_drains(pair: Pair) -> No
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks:
         source = await pair.source.reserve(blocks=2)
-        with pytest.raises(TransferTimeoutError, match=r"flights were not drained within 0.02 s"):  # noqa: PT012
+        with pytest.raises(TransferTimeoutError, match=r"flights were not drained within 0.02 s"):
             async with pair.source.open_stream(pair.to_d, blocks.ticket(), timeout=0.02) as out:
                 for layer in range(4):
                     out.push(layer, source[layer])
@@ -563,7 +563,7 @@ async def test_the_producers_exit_is_bounded_if_nothing_drains(pair: Pair) -> No
 
 async def test_the_producers_exit_is_bounded_if_the_consumer_is_stopped(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
-        with pytest.raises(TransferTimeoutError, match="did not acknowledge"):  # noqa: PT012
+        with pytest.raises(TransferTimeoutError, match="did not acknowledge"):
             async with pair.source.open_stream(pair.to_d, blocks.ticket(), timeout=0.02) as out:
                 pair.to_p.running = False
                 for layer in range(4):
@@ -644,7 +644,7 @@ async def test_a_mark_that_raises_aborts_the_stream(pair: Pair) -> None:
         raise ValueError("device lost")
 
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
-        with pytest.raises(StreamAbortedError, match="layer 0 could not be pushed: ValueError: device lost"):  # noqa: PT012
+        with pytest.raises(StreamAbortedError, match="layer 0 could not be pushed: ValueError: device lost"):
             async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
                 out.push(0, source[0], ready=broken)
                 await out.finished()

@@ -469,3 +469,22 @@ async def test_close_with_everything_in_the_air() -> None:
         await asyncio.sleep(0.005)
     assert all(transfer.done() for transfer in transfers)
     await asyncio.gather(*transfers, return_exceptions=True)
+
+
+async def test_stall_of_one_byte_after_a_delay(world: World) -> None:
+    world.plan.stall(0.0).delay(0.005)
+    transfer = world.write(b"x")
+    await asyncio.sleep(0.02)
+    assert not transfer.done()
+    assert world.plan.counts.stalled == world.plan.holding == 1
+    world.plan.release()
+    assert await transfer == 1
+
+
+async def test_delays_of_a_bare_note_add_up(world: World) -> None:
+    notes = world.pair.right.notifications("n")
+    world.plan.delay(0.02).delay(0.02, part="note")
+    before = time.monotonic()
+    await world.pair.left.notify(world.pair.peer, "n", b"bare")
+    assert (await notes.get()).payload == b"bare"
+    assert 0.039 < time.monotonic() - before < 1

@@ -83,11 +83,10 @@ static void add_leg(faulty_flight *flight, size_t first, size_t end, uint32_t ta
 }
 
 static int plan_legs(faulty_flight *flight, const hxa_batch *batch) {
-    const faulty_fate *fate = &flight->fate;
+    faulty_fate *fate = &flight->fate;
     const uint32_t tail = batch->signal != NULL || batch->topic != NULL;
-    const int stalls = fate->stall != 0 && !fate->fail && batch->bytes > 1;
     uint64_t stall_bytes = 0;
-    if (stalls) {
+    if (fate->stall != 0 && !fate->fail && batch->bytes != 0) {
         stall_bytes = (uint64_t)((double)batch->bytes * (double)(fate->stall - 1) / 1e6);
         if (stall_bytes >= batch->bytes) stall_bytes = batch->bytes - 1;
     }
@@ -101,19 +100,14 @@ static int plan_legs(faulty_flight *flight, const hxa_batch *batch) {
         if (lands != 0) add_leg(flight, 0, lands, 0, FAULTY_OPEN, 0);
         return 0;
     }
-    size_t first = 0;
-    uint32_t gate = FAULTY_OPEN;
-    if (stalls) {
-        if (cut != 0) add_leg(flight, 0, cut, 0, FAULTY_OPEN, 0);
-        first = cut;
-        gate = FAULTY_HELD;
-    }
-    const int apart = tail && fate->note_delay != 0;
-    if (!apart) add_leg(flight, first, n, 1, gate, 0);
-    else if (first < n) {
-        add_leg(flight, first, n, 0, gate, 0);
-        add_leg(flight, n, n, 1, FAULTY_UNTIL, fate->note_delay);
-    } else add_leg(flight, n, n, 1, gate == FAULTY_HELD ? gate : (uint32_t)FAULTY_UNTIL, fate->note_delay);
+    if (cut != 0) add_leg(flight, 0, cut, 0, FAULTY_OPEN, 0);
+    const uint32_t gate = cut != 0 ? FAULTY_HELD : FAULTY_OPEN;
+    const int apart = tail && n != 0 && fate->note_delay != 0;
+    add_leg(flight, cut, n, !apart, gate, 0);
+    if (apart) add_leg(flight, n, n, 1, FAULTY_UNTIL, fate->note_delay);
+    /* What comes before the first byte is a matter of the first gate. */
+    if (n == 0) fate->delay += fate->note_delay;
+    fate->hold |= fate->stall != 0 && batch->bytes != 0 && cut == 0;
     return 0;
 }
 
@@ -287,11 +281,10 @@ static int close_first_gate(faulty_flight *flight) {
     flight->end += fate->delay;
     if (fate->delay != 0 || fate->outcome_delay != 0 || fate->note_delay != 0) faulty_count(&block->delayed);
     if (fate->hold || fate->late) {
-        faulty_count(fate->late ? &block->late : &block->held);
+        faulty_count(fate->late ? &block->late : fate->stall ? &block->stalled : &block->held);
         hold(flight);
     } else if (fate->window > 1) enter_pool(flight, now);
     else if (flight->end > now) faulty_timer_add(flight, flight->end);
-    else if (flight->leg_count != 0) return close_gate(flight);
     else return 0;
     flight->accepted = 1;
     return 1;
