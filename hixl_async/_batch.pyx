@@ -137,7 +137,8 @@ cdef class Batch:
     cdef int _add_slices(self, Slice left, Slice right) except -1:
         if left.length != right.length or left.length == 0:
             raise errors.RangeError(
-                f"descriptor {self.count}: {left.length} local and {right.length} remote bytes; lengths must be equal and not 0",
+                f"descriptor {self.count}: {left.length} local and {right.length} remote bytes; "
+                "lengths must be equal and not 0",
                 index=self.count,
             )
         fill(&self.desc[self.count], left.memory, left.offset, right.memory, right.offset, left.length, self.link.driver)

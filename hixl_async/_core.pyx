@@ -680,7 +680,9 @@ cdef class Core(Hub):
         self.drain()
         leaked = self._flights()
         for transfer in leaked:
-            exc = errors.ClosedError(f"the engine was closed while a driver still held the memory of {transfer!r}; it is leaked")
+            exc = errors.ClosedError(
+                f"the engine was closed while a driver still held the memory of {transfer!r}; it is leaked"
+            )
             if transfer.outcome == ACTIVE:
                 transfer._resolve(FAILED, exc)
             for drain in transfer.drains or ():

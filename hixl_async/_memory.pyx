@@ -151,7 +151,7 @@ cdef class LocalMemory(Memory):
         return 0
 
     def export(self, Driver driver, uint32_t rights):
-        """The card that lets a peer of `driver` import this memory: ``(bytes, descriptors)``, descriptors owned by the caller."""
+        """The card that lets a peer of `driver` import this memory: ``(bytes, descriptors)``, the latter the caller's."""
         cdef hxa_card card
         if self.mems[driver.index] == NULL:
             raise errors.DriverError(f"driver {driver.name!r} does not know this memory")
@@ -292,7 +292,9 @@ cdef int check_access(Memory remote, uint32_t verb) except -1:
     cdef uint32_t needed = HXA_RIGHT_READ if verb == HXA_READ else HXA_RIGHT_WRITE
     if remote.rights & needed == 0:
         word = "read" if verb == HXA_READ else "write"
-        raise errors.AccessError(f"{remote!r} does not grant {word!r}; its owner decides that by access= at allocate or register")
+        raise errors.AccessError(
+            f"{remote!r} does not grant {word!r}; its owner decides that by access= at allocate or register"
+        )
     return 0
 
 
@@ -300,7 +302,9 @@ cdef int raise_gone(object memory) except -1:
     """Why no new work may use `memory`."""
     cdef RemoteMemory remote
     if (<Memory?>memory).core is None:
-        raise errors.InvalidArgumentError(f"{memory!r} belongs to no engine; use engine.allocate, engine.register or peer.region")
+        raise errors.InvalidArgumentError(
+            f"{memory!r} belongs to no engine; use engine.allocate, engine.register or peer.region"
+        )
     if isinstance(memory, RemoteMemory):
         remote = memory
         if not remote.link.up:

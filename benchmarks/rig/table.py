@@ -82,7 +82,7 @@ def _matrix(figures: Sequence[Figure]) -> Iterator[str]:
     rungs = list(dict.fromkeys(figure.rung for figure in figures))
     cells = {(figure.verb, figure.bytes, figure.rung): figure for figure in figures}
     for verb in dict.fromkeys(figure.verb for figure in figures):
-        rows = [[verb or "", *rungs, rungs[-1]]]
+        rows = [[verb or "", *rungs, f"{rungs[-1]}, rate"]]
         for size in dict.fromkeys(figure.bytes for figure in figures):
             line = [cells[verb, size, rung] for rung in rungs]
             rate = f"{_digits(size / line[-1].value.median)} GB/s"

@@ -130,22 +130,23 @@ def hostile(request: pytest.FixtureRequest, open_instance) -> Iterator[Hostile]:
 
 
 @contextlib.contextmanager
-def prompt(what: str = "a call", cpu: float = 0.5) -> Iterator[None]:
+def prompt(what: str = "a call", cpu: float = 0.5, waits: int = 0) -> Iterator[None]:
     """The block neither waits for anything nor computes for long.
 
     A machine that is busy with something else takes the processor away and proves nothing, so what counts is whether
     the thread gave it up by itself, and how much of it it used.
     """
-    start, used, waits = time.perf_counter(), time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    start, used, waited = time.perf_counter(), time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     yield
     took, used = time.perf_counter() - start, time.thread_time() - used
-    waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - waits
-    assert took < 0.005 or not waits, f"{what} waited {waits} times and took {took * 1e3:.1f} ms"
+    waited = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - waited
+    assert took < 0.005 or waited <= waits, f"{what} waited {waited} times and took {took * 1e3:.1f} ms"
     assert used < cpu, f"{what} used {used * 1e3:.1f} ms of processor time"
 
 
 def refused(status: tuple[int, ...], call, *args) -> None:
-    with prompt(), pytest.raises(vt.DriverError) as caught:
+    # Starting the thread that closes a strange descriptor may wait for the thread (ThreadSanitizer's does).
+    with prompt(waits=2), pytest.raises(vt.DriverError) as caught:
         call(*args)
     assert caught.value.status in status, str(caught.value)
 
