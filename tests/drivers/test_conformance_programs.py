@@ -126,22 +126,26 @@ checks = list(HealthCheck)
 
 @programs
 @settings(max_examples=50, deadline=None, suppress_health_check=checks)
-def test_programs(driver: vt.CDriver, program: list[Step], threads: int, small: bool) -> None:
-    check(driver, program, threads, small)
+def test_programs(
+    driver: vt.CDriver, driver_options: dict[str, str], program: list[Step], threads: int, small: bool
+) -> None:
+    check(driver, driver_options, program, threads, small)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @programs
 @settings(max_examples=2000, deadline=None, suppress_health_check=checks)
-def test_many_programs(driver: vt.CDriver, program: list[Step], threads: int, small: bool) -> None:
-    check(driver, program, threads, small)
+def test_many_programs(
+    driver: vt.CDriver, driver_options: dict[str, str], program: list[Step], threads: int, small: bool
+) -> None:
+    check(driver, driver_options, program, threads, small)
 
 
-def check(driver: vt.CDriver, program: list[Step], threads: int, small: bool) -> None:
-    options: dict[str, str] = {}
+def check(driver: vt.CDriver, driver_options: dict[str, str], program: list[Step], threads: int, small: bool) -> None:
+    options = dict(driver_options)
     if driver.name == b"shm":  # many chunks, a ring that fills
-        options = {"threads": str(threads), "ring_bytes": "4096", "pending_notes": "4"}
+        options |= {"threads": str(threads), "ring_bytes": "4096", "pending_notes": "4"}
         options |= {"chunk_bytes": "4096", "inline_bytes": "1000", "stream_bytes": "2000"} if small else {}
     with vt.Instance(driver, options) as a, vt.Instance(driver, options) as b:
         links = vt.join(a, b)

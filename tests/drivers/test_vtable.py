@@ -63,9 +63,9 @@ def test_mirror_equals_header(tmp_path: Path) -> None:
     assert printed == expected
 
 
-def test_open_refuses_unknown_options(driver: vt.CDriver, leakless: None) -> None:
+def test_open_refuses_unknown_options(driver: vt.CDriver, driver_options: dict[str, str], leakless: None) -> None:
     with pytest.raises(vt.DriverError) as caught:
-        vt.Instance(driver, {"no_such_option": "1"})
+        vt.Instance(driver, driver_options | {"no_such_option": "1"})
     assert caught.value.status == vt.INVALID
     assert "no_such_option" in str(caught.value), "the error must name the option"
 

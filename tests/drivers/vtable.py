@@ -429,9 +429,12 @@ class Instance:
         self.memories: set[Memory] = set()
         self.closed = False
         self.sink = CSink(None, POST(self._post), EVENT(self._event))
-        array = (COption * max(1, len(self.options)))(*((k.encode(), str(v).encode()) for k, v in self.options.items()))
+        options = {key: str(value) for key, value in self.options.items()}
+        if not options.get("driver", "0").isdigit():  # one that wraps another takes the address of its table
+            options["driver"] = str(c.addressof(load(options["driver"])))
+        array = (COption * max(1, len(options)))(*((key.encode(), value.encode()) for key, value in options.items()))
         handle, error = c.c_void_p(), c.create_string_buffer(400)
-        answer = self.vt.open(array, len(self.options), c.byref(self.sink), c.byref(handle), error, len(error))
+        answer = self.vt.open(array, len(options), c.byref(self.sink), c.byref(handle), error, len(error))
         if answer < 0:
             raise DriverError(error.value.decode(), -answer)
         self.handle = handle.value
