@@ -539,7 +539,9 @@ class Engine(Core):
     def _others(self, peer: Peer) -> list[Peer]:
         """Other connections with the same engine."""
         incarnation = peer.identity.incarnation
-        return [other for other in self._peers.values() if other is not peer and other.identity.incarnation == incarnation]
+        return [
+            other for other in self._peers.values() if other is not peer and other.identity.incarnation == incarnation
+        ]
 
     def _attach(self, peer: Peer) -> int:
         cookie = self._next_number

@@ -5,18 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from .errors import ClosedError
 
 __all__ = ["Feed", "Queue"]
 
 T = TypeVar("T")
-
-
-class _Entry(NamedTuple, Generic[T]):
-    item: T
-    weight: int
 
 
 class Queue(Generic[T]):
@@ -38,7 +33,7 @@ class Queue(Generic[T]):
         self.waiter: asyncio.Future[None] | None = None
         self._room = room
         self._weight = 0
-        self._entries: deque[_Entry[T]] = deque()
+        self._entries: deque[tuple[T, int]] = deque()  # with their weights
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -48,7 +43,7 @@ class Queue(Generic[T]):
         if len(self._entries) >= self.limit or (self._entries and self._weight + weight > self._room):
             self.dropped += 1
             return False
-        self._entries.append(_Entry(item, weight))
+        self._entries.append((item, weight))
         self._weight += weight
         self.wake()
         return True

@@ -187,6 +187,18 @@ async def test_killed_and_restarted_at_the_same_address(figure: Figure) -> None:
         assert engine.driver_stats()["shm"]["links"] == 0
 
 
+async def test_connect_right_after_the_death_that_nobody_told_us_of() -> None:
+    """The loop has not run since: `connect` looks for itself, and does not answer with the dead one."""
+    async with peer_process() as process, Engine() as engine:
+        peer = await engine.connect(process.address)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert peer.state is PeerState.UP
+        with pytest.raises(ConnectError):
+            await engine.connect(process.address)
+        assert peer.confirmed_dead
+
+
 async def test_a_child_of_the_dead_holds_its_sockets_open(figure: Figure) -> None:
     """Its death counts, not the end of its connections."""
     async with peer_process(regions={"kv": 4096}) as process, Engine() as engine:

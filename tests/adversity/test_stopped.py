@@ -160,6 +160,27 @@ async def test_stopped_again_and_again() -> None:
         assert seen == list(range(300))
 
 
+async def test_a_peer_that_was_given_up_comes_back() -> None:
+    """Memory that it held stays pinned when it is given up; on its next connection it says that nothing is left of that."""
+    async with peer_process(name="writer") as process, Engine("127.0.0.1:0", name="owner", close_timeout=0.2) as engine:
+        region = engine.allocate("kv", 1 << 20, access="write")
+        await process.connect(engine.address)
+        await process.run("adversity.work:hammer", peer="owner", region="kv", size=1 << 20, notify=True)
+        await engine.notifications("hammer").get()
+        peer = engine.peers[0]
+        process.stop()
+        await peer.aclose()
+        await region.aclose()
+        assert region.pins == 1
+        assert engine.stats().peers == 1
+        process.resume()
+        await process.connect(engine.address)
+        await peer.fenced()
+        assert region.pins == 0
+        assert not peer.confirmed_dead
+        await until(lambda: engine.stats().peers == 1 == len(engine.peers))
+
+
 async def test_a_peer_that_was_given_up_while_stopped_finds_itself_lost() -> None:
     async with peer_process(regions={"kv": 4096}) as process, Engine("127.0.0.1:0", close_timeout=0.2) as engine:
         peer = await engine.connect(process.address)

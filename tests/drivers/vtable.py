@@ -429,10 +429,8 @@ class Instance:
         self.memories: set[Memory] = set()
         self.closed = False
         self.sink = CSink(None, POST(self._post), EVENT(self._event))
-        options = {key: str(value) for key, value in self.options.items()}
-        if not options.get("driver", "0").isdigit():  # one that wraps another takes the address of its table
-            options["driver"] = str(c.addressof(load(options["driver"])))
-        array = (COption * max(1, len(options)))(*((key.encode(), value.encode()) for key, value in options.items()))
+        options = [(key.encode(), str(value).encode()) for key, value in self.options.items()]
+        array = (COption * max(1, len(options)))(*options)
         handle, error = c.c_void_p(), c.create_string_buffer(400)
         answer = self.vt.open(array, len(options), c.byref(self.sink), c.byref(handle), error, len(error))
         if answer < 0:

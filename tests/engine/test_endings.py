@@ -188,6 +188,59 @@ async def test_a_connection_that_breaks_is_no_goodbye(engine: Engine) -> None:
         assert region.pins == 1
 
 
+async def test_a_broken_link_leaves_no_memory_behind() -> None:
+    """Link and connection are two ways: what broke is one, and over the other the two sides still part properly."""
+    plan = FaultPlan(seed=1)
+    async with engine_pair(drivers=faulty("shm", plan), close_timeout=30) as pair:
+        region, remote = await pair.region("kv", 64)
+        back = pair.left.allocate("back", 64, access="write")
+        await pair.right.write(bytes(64), await pair.back.region("back"))
+        plan.drop_peer(nth=1)
+        with pytest.raises(PeerLostError):
+            await pair.left.write(bytes(64), remote)
+        await asyncio.gather(pair.peer.fenced(), pair.back.fenced())
+        assert region.pins == back.pins == 0
+        for peer in (pair.peer, pair.back):
+            await until(lambda peer=peer: peer.state is PeerState.DOWN)
+        await until(lambda: pair.left.stats().peers == pair.right.stats().peers == 0)
+        again = await pair.left.connect(pair.right.address)
+        await pair.left.write(bytes(64), await again.region("kv"))
+
+
+async def test_nobody_waits_for_one_who_cannot_answer(engine: Engine) -> None:
+    region = engine.allocate("kv", 4096, access="write")
+    async with puppet(engine.address) as actor:
+        await actor.get("kv")
+        await actor.connection.aclose()
+        await until(lambda: not engine.peers)
+        start = asyncio.get_running_loop().time()
+        await region.aclose()
+        assert asyncio.get_running_loop().time() - start < 0.9, "the engine's close_timeout is a second"
+        assert region.pins == 1
+
+
+async def test_what_is_said_after_the_end_still_counts(engine: Engine) -> None:
+    """The link broke and the grace is over: a late "gone", and a late goodbye, are heard."""
+    first, second = (engine.allocate(name, 4096, access="write") for name in ("first", "second"))
+    async with puppet(engine.address) as actor:
+        await actor.get("first")
+        await actor.get("second")
+        peer = engine.peers[0]
+        assert actor.link is not None
+        actor.link.theirs[GONE] = 1
+        actor.link.ring()
+        await actor.hear("goodbye")
+        await until(lambda: peer.state is PeerState.DOWN)
+        assert first.pins == second.pins == 1
+        actor.say("region.gone", id=first.number)
+        await until(lambda: first.pins == 0)
+        assert second.pins == 1
+        actor.say("goodbye")
+        await peer.fenced()
+        assert second.pins == 0
+        await until(lambda: engine.stats().peers == 0)
+
+
 async def test_work_in_flight_when_the_peer_leaves() -> None:
     plan = FaultPlan(seed=1).hold()
     async with engine_pair(drivers=faulty("shm", plan)) as pair:
