@@ -20,6 +20,7 @@ C11  Data before signal before notification: the drivers' rule T5; the core hand
 C12  The GIL is held for copies estimated below ~100 us and released above.
 """
 
+cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
@@ -74,6 +75,7 @@ pthread_atfork(NULL, NULL, _forked)
 cdef dict PRIORITIES = {"low": HXA_PRIORITY_LOW, "normal": HXA_PRIORITY_NORMAL, "high": HXA_PRIORITY_HIGH}
 
 
+@cython.no_gc_clear
 cdef class Core(Hub):
     """What an `Engine` is made of: one loop, one mailbox, drivers, and the flights between them."""
 
@@ -97,7 +99,7 @@ cdef class Core(Hub):
         self.loop, self.handler, self.call_soon, self.stall = loop, handler, loop.call_soon, stall
         self.thread = PyThread_get_thread_ident()
         self.generation = fork_generation
-        self.drivers, self.graveyard = [], []
+        self.drivers, self.graveyard = (), []
         self.credit = CREDIT
         self.closed = self.finished = False
         loop.add_reader(self.box.fd, self.drain)
@@ -695,6 +697,7 @@ cdef class Core(Hub):
             self.watchdog = None
         if not self.loop.is_closed():
             self.loop.remove_reader(self.box.fd)
+        self.handler = None
         self._bury_dead()
         self._dispose()
         return len(leaked)
@@ -714,6 +717,7 @@ cdef class Core(Hub):
         hxa_mailbox_close(self.box)
         PyMem_RawFree(self.box)
         self.box = NULL
+        self.drivers = ()  # ends the circle through Driver.core, which the collector may not
         return 0
 
     def _after_fork(self):

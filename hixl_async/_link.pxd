@@ -27,7 +27,7 @@ cdef class Hub:
     cdef bint finished                # the end: memory is released by whoever drops it last
     cdef bint draining                # inside drain(), where no task is current: waiting tasks may be resumed directly (C4)
     cdef int credit                   # finished work that may still be awaited without a trip through the loop (C8)
-    cdef list drivers                 # Driver, in order of preference; the index is Driver.index
+    cdef tuple drivers                # Driver, in order of preference; a tuple, for the collector empties lists
     cdef list graveyard               # memories whose last view was dropped in another thread
     cdef readonly Py_ssize_t in_flight        # transfers without an outcome
     cdef readonly Py_ssize_t local_memories

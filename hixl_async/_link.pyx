@@ -1,5 +1,6 @@
 """What the core knows of drivers: the tables they bring, the links to peers, and the one gate for their errors."""
 
+cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.string cimport memcpy, memset
@@ -36,6 +37,8 @@ CAPABILITIES = {
 }
 
 
+# These are not cleared by the collector before they are freed: memories, whose views may die later, rely on them.
+@cython.no_gc_clear
 cdef class Hub:
     """What drivers, links, memories and transfers need of the core: its loop and mailbox; `Core` is made of it."""
 
@@ -123,6 +126,7 @@ def table_capabilities(capsule):
     return (<const hxa_driver *>PyCapsule_GetPointer(capsule, HXA_DRIVER_CAPSULE)).caps
 
 
+@cython.no_gc_clear
 cdef class Driver:
     """An opened driver."""
 
@@ -167,7 +171,7 @@ cdef class Driver:
         self.inline_limit = limits.inline_bytes
         self.alignment = limits.alignment
         self.index = len(core.drivers)
-        core.drivers.append(self)
+        core.drivers += (self,)
 
     def __repr__(self):
         return f"<Driver {self.name!r}>"
@@ -218,6 +222,7 @@ cdef class Driver:
             self.core._dispose()
 
 
+@cython.no_gc_clear
 cdef class Link:
     """One driver's way to one peer."""
 

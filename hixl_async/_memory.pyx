@@ -30,6 +30,8 @@ cdef extern from *:
     PyObject *hxa_slice_step(object)
 
 
+# Nothing here is cleared by the collector before it is freed: memoryviews of dead cycles call back into these objects.
+@cython.no_gc_clear
 cdef class Memory:
     """Memory that transfers may name: a window of ours, or a peer's after import."""
 
@@ -112,6 +114,7 @@ cdef class Memory:
         return self.flights
 
 
+@cython.no_gc_clear
 cdef class LocalMemory(Memory):
     """Memory of this process, known to the drivers."""
 
@@ -166,6 +169,7 @@ cdef class LocalMemory(Memory):
         return self.mems[driver.index] != NULL
 
 
+@cython.no_gc_clear
 cdef class RemoteMemory(Memory):
     """A peer's memory, imported over one link."""
 
@@ -203,6 +207,7 @@ cdef class RemoteMemory(Memory):
 
 @cython.final
 @cython.freelist(64)
+@cython.no_gc_clear
 cdef class Slice:
     """A range of bytes of a region; made by ``region[a:b]``."""
 

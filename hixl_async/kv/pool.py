@@ -15,6 +15,7 @@ from ..errors import (
     AccessError,
     BusyError,
     ClosedError,
+    EngineForkedError,
     InvalidArgumentError,
     RangeError,
     TicketError,
@@ -243,6 +244,10 @@ class Pool:
     # ---- life ----
 
     def _check_usable(self) -> None:
+        if self.engine.forked:
+            raise EngineForkedError(
+                f"pool {self.name!r} was made before fork(); open an engine and its pools in each process"
+            )
         try:
             right = asyncio.get_running_loop() is self.engine.loop
         except RuntimeError:
