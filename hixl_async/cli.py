@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What the engine warns of is in the error that follows; one clear line is enough.
         logging.getLogger("hixl_async").addHandler(logging.NullHandler())
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()  # here, where an error still has an answer
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

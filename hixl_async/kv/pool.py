@@ -246,7 +246,7 @@ class Pool:
     def _check_usable(self) -> None:
         if self.engine.forked:
             raise EngineForkedError(
-                f"pool {self.name!r} was made before fork(); open an engine and its pools in each process"
+                f"pool {self.name!r} was made before fork(); open one in each process, with an engine of its own"
             )
         try:
             right = asyncio.get_running_loop() is self.engine.loop

@@ -221,6 +221,8 @@ class _Callbacks(list[Callable[[], None]]):
 class Engine:
     """An engine whose flights land at once, unless `hold` is set."""
 
+    forked = False
+
     def __init__(self, name: str) -> None:
         self.loop = asyncio.get_running_loop()
         self.name, self.address = name, f"{name}:1"
