@@ -96,7 +96,7 @@ def outcome(call: Callable[[], object]) -> str:
         if inspect.isawaitable(result):
             result = asyncio.run(awaited(result))
     except hx.HixlError as error:
-        told = "open one in each process" in str(error)
+        told = "in each process" in str(error)
         return type(error).__name__ + ("" if told else f" without a remedy: {error}")
     return f"{result!r}"
 
