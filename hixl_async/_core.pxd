@@ -10,6 +10,7 @@ from .driver cimport hxa_op
 
 cdef class Core(Hub):
     cdef object handler               # handler(kind, cookie, status, topic, data): notifications, signals, lost links
+    cdef object is_running            # loop.is_running, bound once
     cdef uint64_t generation          # fork_generation at open (C10)
     cdef readonly bint closed         # no new work
     cdef bint drain_scheduled         # drain() will run again without a signal

@@ -15,6 +15,8 @@ from . import errors
 cdef extern from "Python.h":
     unsigned long PyThread_get_thread_ident() nogil
     bint PySlice_Check(object)
+    uint64_t PyLong_AsUnsignedLongLong(PyObject *) noexcept
+    void PyErr_Clear()
 
 cdef extern from "hxa_mailbox.h" nogil:
     void hxa_mailbox_signal(hxa_mailbox *box)
@@ -247,13 +249,25 @@ cdef class Slice:
 
 
 cdef inline uint64_t _bound(PyObject *value, uint64_t default, str name) except? <uint64_t>-1:
+    cdef uint64_t bound
     if value == <PyObject *>None:
         return default
+    # Outside of a try block, which costs more than the conversion.
+    if PyLong_CheckExact(<object>value):
+        bound = PyLong_AsUnsignedLongLong(value)
+        if bound != <uint64_t>-1:
+            return bound
+        PyErr_Clear()
+    return _odd_bound(<object>value, name)
+
+
+cdef uint64_t _odd_bound(object value, str name) except? <uint64_t>-1:
+    """A bound that is no int of 64 bits."""
     try:
-        return <object>value if PyLong_CheckExact(<object>value) else PyNumber_Index(<object>value)
+        return value if PyLong_CheckExact(value) else PyNumber_Index(value)
     except (OverflowError, TypeError):
         raise errors.RangeError(
-            f"slice {name} is {<object>value!r}; slices count bytes from 0, and never reach outside"
+            f"slice {name} is {value!r}; slices count bytes from 0, and never reach outside"
         ) from None
 
 

@@ -144,7 +144,6 @@ class Imports:
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # for offers of a name
         self._tasks: dict[str, asyncio.Task[RemoteRegion]] = {}
         self._used: dict[int, RemoteRegion] = {}
-        self._importing: set[int] = set()
 
     @property
     def offered(self) -> dict[str, Access]:
@@ -199,15 +198,12 @@ class Imports:
 
     async def _import(self, name: str) -> RemoteRegion:
         number = self._offers[name].number
-        self._importing.add(number)
         try:
-            remote = await self._fetch(name, number)
-        finally:
-            self._importing.discard(number)
-            if number not in self._used:
-                # Whatever went wrong, the owner may have pinned it for us.
-                self._peer._tell("region.gone", {"id": number})
-        return remote
+            return await self._fetch(name, number)
+        except BaseException:
+            # Whatever went wrong, the owner may have pinned it for us.
+            self._peer._tell("region.gone", {"id": number})
+            raise
 
     async def _fetch(self, name: str, number: int) -> RemoteRegion:
         peer = self._peer
@@ -257,8 +253,6 @@ class Imports:
         if remote is not None:
             remote.retire()
             remote.released().add_done_callback(lambda _: self._peer._tell("region.gone", {"id": number}))
-        elif number not in self._importing:
-            self._peer._tell("region.gone", {"id": number})
 
     def _wake(self, name: str) -> None:
         for waiter in self._waiters.pop(name, ()):

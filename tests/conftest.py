@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,8 @@ def _new_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> Callable[[], 
     return new
 
 
-# Threads of numpy's BLAS come and go as they like, and would look like leaks; one thread also computes the same bits always.
-os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
 if importlib.util.find_spec("numpy") is not None:
-    import numpy  # noqa: F401  With the setting above, and for layouts, which use it only where it is imported already.
+    import numpy  # noqa: F401  Its import starts threads that stay, which is no leak of the test that comes first.
 
 
 def _factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -43,10 +40,8 @@ def _factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop
 
-        # The first loop of a process opens a pipe for signals, and the first lookup of a name starts threads, that stay.
-        loop = uvloop.new_event_loop()
-        loop.run_until_complete(loop.getaddrinfo("localhost", 0))
-        loop.close()
+        # The first loop of a process opens a pipe for signals that stays.
+        uvloop.new_event_loop().close()
         factories["uvloop"] = _new_loop(uvloop.new_event_loop)
     return factories
 

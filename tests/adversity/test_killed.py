@@ -192,7 +192,7 @@ async def test_connect_right_after_the_death_that_nobody_told_us_of() -> None:
     async with peer_process() as process, Engine() as engine:
         peer = await engine.connect(process.address)
         process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  The loop must not run.
         assert peer.state is PeerState.UP
         with pytest.raises(ConnectError):
             await engine.connect(process.address)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hixl_async import ClosedError, Engine
+from hixl_async import ClosedError, Engine, PeerLostError
 from hixl_async.testing import FaultPlan, engine_pair, faulty, until
 
 from .conftest import World
@@ -53,11 +53,28 @@ async def test_c7_close_drains_what_is_on_its_way() -> None:
         buffer = bytearray(b"hello")
         transfer = pair.left.write(buffer, remote[0:5])
         await pair.left.aclose()
-        assert transfer.done()
+        assert transfer.result() == 5, "it was cut short"
+        assert bytes(memoryview(region)[:5]) == b"hello"
         assert pair.left.stats().pinned == 0
         buffer.append(1)  # nobody holds it
-        with contextlib.suppress(Exception):
+
+
+async def test_c7_close_waits_for_the_links_of_lost_peers(loop_errors: list[Any]) -> None:
+    plan = FaultPlan(1).late()
+    async with engine_pair(drivers=faulty("shm", plan), close_timeout=3.0) as pair:
+        region, remote = await pair.region("kv", 4096)
+        buffer = bytearray(b"hello")
+        transfer = pair.left.write(buffer, remote[0:5])
+        plan.break_links()
+        with pytest.raises(PeerLostError):
             await transfer
+        assert pair.left.stats().pinned >= 1
+        asyncio.get_running_loop().call_later(0.1, plan.release)
+        await pair.left.aclose()
+        assert pair.left.stats().pinned == 0
+        buffer.append(1)
+        assert not [context for context in loop_errors if "still held the memory" in context["message"]]
+        loop_errors.clear()  # of the right engine's region, which a peer that is not dead may still write
         assert region
 
 

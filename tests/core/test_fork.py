@@ -33,7 +33,7 @@ async def in_child(check: Callable[[], None]) -> None:
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         problem = pipe.read().decode()
-    _, status = os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)  # noqa: ASYNC222  It has closed its pipe.
     assert os.waitstatus_to_exitcode(status) == 0, problem or f"the child ended with {status}"
 
 
@@ -144,4 +144,4 @@ async def test_c10_death_of_a_peer_is_seen_although_a_child_lives(world: World) 
         process.kill()
         await until(lambda: peer.confirmed_dead)
         os.close(writing)
-        os.waitpid(child, 0)
+        os.waitpid(child, 0)  # noqa: ASYNC222

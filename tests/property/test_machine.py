@@ -162,6 +162,10 @@ class Machine(RuleBasedStateMachine):
     @on_loop
     async def close_peer(self, one: int, pick: int) -> None:
         if (peer := self._peer(one, pick)) is not None:
+            for flight in self.flights:
+                # What is on its way to one who leaves meets nobody, if it comes after the last look into the queue.
+                if flight.note is not None and self.receivers.get(flight.note) is self.engines[one]:
+                    del self.receivers[flight.note]
             async with self._releasing():
                 await peer.aclose()
 
@@ -381,7 +385,7 @@ class Machine(RuleBasedStateMachine):
         if self.plan.counts.broken:
             return []
         sure = [number for number, state in self.expected.items() if state == "surely"]
-        return [number for number in sure if not self.receivers[number].closed]
+        return [number for number in sure if number in self.receivers and not self.receivers[number].closed]
 
     # -- after every step
 
