@@ -188,9 +188,6 @@ class Peer:
         return bytes(4) + card[4:]
 
     async def _join(self, link: Link, card: bytes, fds: list[int]) -> None:
-        if self.state is not PeerState.CONNECTING:
-            close_all(fds)
-            return
         try:
             await link.connect(card, fds)
             if self.state is PeerState.CONNECTING:
@@ -279,7 +276,10 @@ class Peer:
             elif self.state in (PeerState.CONNECTING, PeerState.UP):
                 raise ProtocolError(f"peer {self.name!r} said {kind!r}, which has no place here", peer=self.name)
         except ProtocolError as error:
-            self._lose(error)
+            up = self.state is not PeerState.CONNECTING
+            self._lose(
+                PeerLostError(f"peer {self.name!r} broke the protocol: {error}", peer=self.name) if up else error
+            )
         finally:
             message.drop()
 

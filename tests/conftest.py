@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ def _new_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> Callable[[], 
     return new
 
 
+# Threads of numpy's BLAS come and go as they like, and would look like leaks; one thread also computes the same bits always.
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
 if importlib.util.find_spec("numpy") is not None:
-    import numpy  # noqa: F401  Its import starts threads that stay, which is no leak of the test that comes first.
+    import numpy  # noqa: F401  With the setting above, and for layouts, which use it only where it is imported already.
 
 
 def _factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -11,6 +12,15 @@ import pytest
 
 from hixl_async import Engine
 from hixl_async.testing import EnginePair, engine_pair
+
+
+if importlib.util.find_spec("uvloop") is not None:
+    import uvloop
+
+    # The first lookup of a name starts threads that stay, which is no leak of the test that comes first.
+    _loop = uvloop.new_event_loop()
+    _loop.run_until_complete(_loop.getaddrinfo("localhost", 0))
+    _loop.close()
 
 
 @pytest.fixture

@@ -241,6 +241,30 @@ async def test_what_is_said_after_the_end_still_counts(engine: Engine) -> None:
         await until(lambda: engine.stats().peers == 0)
 
 
+async def test_one_who_comes_back_before_its_past_is_over() -> None:
+    """A flight of the earlier connection is still on its way, so its owner hears no word that all of that is over."""
+    plan = FaultPlan(seed=1).late(nth=1, verb="write")
+    async with engine_pair(drivers=faulty("shm", plan), close_timeout=1) as pair:
+        region, remote = await pair.region("kv", 64)
+        late = pair.left.write(bytes(64), remote)
+        pair.peer._connection.abort(PeerLostError("cut"))
+        for peer in (pair.peer, pair.back):
+            await until(lambda peer=peer: peer.state is PeerState.DOWN)
+        again = await pair.left.connect(pair.right.address)
+        await pair.left.write(bytes(64), await again.region("kv"))
+        assert region.pins == 2
+        assert not pair.back._harmless
+        await again.aclose()
+        plan.release()
+        with contextlib.suppress(PeerLostError):
+            await late
+        await late.drained()
+        await until(lambda: pair.peer._over)
+        await pair.left.connect(pair.right.address)
+        await pair.back.fenced()
+        assert region.pins == 0
+
+
 async def test_work_in_flight_when_the_peer_leaves() -> None:
     plan = FaultPlan(seed=1).hold()
     async with engine_pair(drivers=faulty("shm", plan)) as pair:

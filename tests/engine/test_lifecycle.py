@@ -222,11 +222,12 @@ async def test_a_cancelled_close_goes_on() -> None:
 
 
 async def test_close_ends_a_connect_that_waits() -> None:
-    async with Engine() as engine:
+    async with Engine(close_timeout=60) as engine:
         with deaf() as address:
             connecting = asyncio.ensure_future(engine.connect(address, timeout=60))
             await settle(30)
-            await engine.aclose()
+            async with asyncio.timeout(20):
+                await engine.aclose()
             with pytest.raises(ClosedError, match="closed while it connected"):
                 await connecting
 

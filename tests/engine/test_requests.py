@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from hixl_async import (
     InvalidArgumentError,
     Peer,
     PeerLostError,
+    PeerState,
     RangeError,
     TransferTimeoutError,
 )
 from hixl_async.calls import MAX_HANDLERS
+from hixl_async.messages import Incoming
 from hixl_async.testing import EnginePair, engine_pair, until
 
 from .conftest import settle
@@ -229,6 +232,36 @@ async def test_answers_that_nobody_waits_for(engine: Engine) -> None:
         actor.say("answer", call=call, body={"n": 1})
         actor.say("answer", call=call, body={"n": 2})
         assert await asking == {"n": 1}
+
+
+async def test_an_answer_of_the_wrong_kind(engine: Engine) -> None:
+    """A request is not answered with a card, whose descriptors nobody would close."""
+    async with puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        asking = asyncio.ensure_future(engine.peers[0].request("anything", {}))
+        call = (await actor.hear("call")).body["call"]
+        fd = os.memfd_create("stray")
+        actor.say("region.card", fds=[fd], call=call, body={})
+        os.close(fd)
+        with pytest.raises(PeerLostError):
+            await asking
+        await actor.lost
+
+
+async def test_an_answer_that_comes_with_the_cancellation(pair: EnginePair) -> None:
+    """Its descriptors are closed (the balance sheet sees to it)."""
+    region, _ = await pair.region("kv", 4096)
+    calls = pair.peer._calls
+    asking = asyncio.ensure_future(calls.ask("region.get", {"id": region.number}, answer="region.card", timeout=None))
+    answered = calls.on_answer
+
+    def answer_and_cancel(message: Incoming) -> None:
+        answered(message)
+        asking.cancel()
+
+    pair.peer._routes[PeerState.UP]["region.card"] = answer_and_cancel
+    with pytest.raises(asyncio.CancelledError):
+        await asking
 
 
 @pytest.mark.parametrize("error", ["HixlError", "Exception", "__name__", "SystemExit", "no such error", "__all__"])
