@@ -520,8 +520,11 @@ class Peer:
         await asyncio.wait([self._farewell], timeout=GOODBYE_GRACE)
         if self._farewell.done() and self._farewell.result():
             error = PeerLostError(f"peer {self.name!r} left", peer=self.name)
-        await self._say_goodbye()
+        # First, for our side of the links may take its time to stop, and nobody should wait for that.
         self._go_down(error)
+        await self._stop_links()
+        with contextlib.suppress(PeerLostError):
+            self._send("goodbye", {})
         if not self._harmless:  # a broken link alone does not keep it from saying goodbye
             await asyncio.wait([self._fence, self._cut], timeout=self._close_timeout, return_when=FIRST_COMPLETED)
         await self._wind_down()

@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import importlib.util
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from hixl_async import Engine
+from hixl_async import Engine, testing
 from hixl_async.testing import EnginePair, engine_pair
-
 
 if importlib.util.find_spec("uvloop") is not None:
     import uvloop
@@ -35,6 +34,11 @@ async def engine() -> AsyncIterator[Engine]:
     """One engine that listens."""
     async with Engine("127.0.0.1:0", name="engine", close_timeout=1) as engine:
         yield engine
+
+
+async def until(condition: Callable[[], object], *, timeout: float = 30) -> None:
+    """Waits until `condition()` is true, on a machine that may be busy with other things."""
+    await testing.until(condition, timeout=timeout)
 
 
 async def settle(rounds: int = 10) -> None:

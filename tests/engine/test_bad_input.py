@@ -28,7 +28,9 @@ from hixl_async import (
     StaleRegionError,
     UsageError,
 )
-from hixl_async.testing import EnginePair, engine_pair, until
+from hixl_async.testing import EnginePair, engine_pair
+
+from .conftest import until
 
 HUGE = (1 << 64) - 1
 

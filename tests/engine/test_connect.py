@@ -24,9 +24,9 @@ from hixl_async import (
     StaleRegionError,
 )
 from hixl_async.control import codec
-from hixl_async.testing import EnginePair, engine_pair, until
+from hixl_async.testing import EnginePair, engine_pair
 
-from .conftest import deaf, settle
+from .conftest import deaf, settle, until
 
 SECRET = "a secret that both of us know"
 

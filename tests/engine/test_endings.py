@@ -10,9 +10,9 @@ import pytest
 from puppet import ARMED, GONE, HEAD, puppet
 
 from hixl_async import ClosedError, Engine, HixlError, PeerLostError, PeerState
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 
-from .conftest import settle
+from .conftest import settle, until
 
 # -- both at once
 

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from hixl_async import Batch, ClosedError, RangeError, TransferError
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 
-from .conftest import settle
+from .conftest import settle, until
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from hixl_async import (
     PeerLostError,
     WrongLoopError,
 )
-from hixl_async.testing import FaultPlan, engine_pair, faulty, until
+from hixl_async.testing import FaultPlan, engine_pair, faulty
 
-from .conftest import deaf, settle
+from .conftest import deaf, settle, until
 
 
 def run_python(script: str, *options: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:

@@ -18,9 +18,9 @@ from hixl_async import (
     Subscription,
     TransferTimeoutError,
 )
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process, until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process
 
-from .conftest import settle
+from .conftest import settle, until
 
 
 async def test_topics_are_separate(pair: EnginePair) -> None:

@@ -25,9 +25,9 @@ from hixl_async import (
     StaleRegionError,
     TransferTimeoutError,
 )
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 
-from .conftest import settle
+from .conftest import settle, until
 
 WORDS: list[AccessLike] = ["none", "read", "write", "read-write"]
 

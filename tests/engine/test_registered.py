@@ -15,7 +15,9 @@ import pytest
 from puppet import puppet
 
 from hixl_async import AccessError, BufferTypeError, ClosedError, Engine, HixlError, InvalidArgumentError, RangeError
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
+
+from .conftest import until
 
 
 class Exporter:

@@ -23,9 +23,9 @@ from hixl_async import (
 )
 from hixl_async.calls import MAX_HANDLERS
 from hixl_async.messages import Incoming
-from hixl_async.testing import EnginePair, engine_pair, until
+from hixl_async.testing import EnginePair, engine_pair
 
-from .conftest import settle
+from .conftest import settle, until
 
 
 async def test_handlers_that_answer_at_once_and_later(pair: EnginePair) -> None:

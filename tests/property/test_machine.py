@@ -212,7 +212,7 @@ class Machine(RuleBasedStateMachine):
         memory = self.owned[owner].pop(names[pick % len(names)])
         async with self._releasing():
             await memory.region.aclose()
-            await until(lambda: memory.region.pins == 0 or self._somebody_is_lost())
+            await until(lambda: memory.region.pins == 0 or self._somebody_is_lost(), timeout=20)
         await self._settle()
 
     def _somebody_is_lost(self) -> bool:
@@ -377,7 +377,7 @@ class Machine(RuleBasedStateMachine):
                 await flight.transfer.drained()
         self._update()
         assert not self.flights
-        await until(lambda: not self._missing())
+        await until(lambda: not self._missing(), timeout=20)
 
     def _missing(self) -> list[int]:
         """Notifications that were sent, and not lost with their receiver or by a broken link."""
