@@ -19,17 +19,16 @@ from ._memory import LocalMemory, Slice
 from ._transfer import Transfer
 from .calls import Handler
 from .config import Drivers, EngineConfig, parse_address
-from .control import Connection, Identity, Listener, dial
+from .connecting import Peers
+from .control import Identity, Listener
 from .errors import (
     ClosedError,
-    ConnectError,
     DriverError,
     HixlError,
     InvalidArgumentError,
-    PeerLostError,
     RangeError,
 )
-from .feed import Feed, Queue
+from .feed import Feed
 from .group import Group
 from .memory import MAX_NAME, Operand, Region, operand, parse_access
 from .notify import Subscription, Topics
@@ -39,9 +38,6 @@ from .types import Access, AccessLike, Address, EngineStats, PeerState
 __all__ = ["Engine"]
 
 logger = logging.getLogger("hixl_async")
-
-#: Accepted peers that wait in one feed; more of them than a machine has descriptors for.
-ACCEPTED_LIMIT = 1 << 16
 
 #: Seconds that `aclose` waits beyond ``close_timeout`` for what only has to be torn down.
 LINGER = 2.0
@@ -103,14 +99,10 @@ class Engine(Core):
         self._drivers: dict[str, Driver] = {}
         self._names: dict[str, Region] = {}
         self._numbers: dict[int, Region] = {}
-        self._peers: dict[int, Peer] = {}
+        self._peers = Peers(self)
         self._next_number = 1
         self._services: dict[str, Handler] = {"hixl.ping": _pong}
         self._tasks: set[asyncio.Task[Any]] = set()
-        # One dial at a time to each address; a lock lives as long as somebody holds it or waits for it.
-        self._dials: weakref.WeakValueDictionary[Address, asyncio.Lock] = weakref.WeakValueDictionary()
-        self._dialling: set[asyncio.Task[Connection]] = set()
-        self._acceptors: list[Queue[Peer]] = []
         self._close_callbacks: list[Callable[[], None]] = []
         self._topics: Topics | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -129,9 +121,10 @@ class Engine(Core):
         """
         if self.loop is not None:
             raise ClosedError("this engine was opened before; make a new one")
-        self._open(asyncio.get_running_loop(), self._on_event, self.config.stall)
-        self._topics = Topics(self.loop, self.config.notification_limit)
+        loop = asyncio.get_running_loop()
         try:
+            self._open(loop, self._on_event, self.config.stall)
+            self._topics = Topics(loop, self.config.notification_limit)
             for name, options in self.config.drivers.items():
                 capsule, settings = drivers.resolve(name, options)
                 self._drivers[name] = Driver(self, capsule, name, settings)
@@ -141,13 +134,15 @@ class Engine(Core):
                 secret=self.config.secret,
                 unix_dir=self.config.unix_dir,
                 handshake_timeout=self.config.connect_timeout,
-                on_connection=self._accept,
+                on_connection=self._peers.accept,
             )
-        except BaseException:
+        except BaseException as error:
             # The original error is the one to show; nothing has started that could fail to stop.
             self._refuse_work()
             self._close_drivers()
             self._finish()
+            if isinstance(error, OSError) and not isinstance(error, HixlError):  # out of descriptors, most likely
+                raise DriverError(f"the engine could not be opened: {error}", native=error.errno) from error
             raise
         _engines.add(self)
         return self
@@ -176,34 +171,29 @@ class Engine(Core):
                 callback()
             except Exception as error:
                 self._report(f"a callback of {self!r} failed", error)
-        for dialling in self._dialling:
-            dialling.cancel()
+        leaving = self._peers.close()
         if self._listener is not None:
             await self._listener.aclose()
-        await self._wait([peer._close() for peer in self._peers.values()], until)
+        await self._wait(leaving, until)
         if self._topics is not None:
             self._topics.close()
-        for queue in self._acceptors:
-            queue.close()
-        self._acceptors.clear()
         for region in list(self._numbers.values()):
             self._forget_region(region)
-        for peer in list(self._peers.values()):
-            for region in peer._give_up():
-                self._report(f"{region!r} is leaked: {peer!r}, whose death is not confirmed, may still write it")
+        for peer, leaked in self._peers.give_up():
+            self._report(f"{leaked!r} is leaked: {peer!r}, whose death is not confirmed, may still write it")
         drained = self._all_drained()
         await self._wait([drained, *self._tasks], until)
         for waiting in (drained, *self._tasks):
             waiting.cancel()
         await self._wait(list(self._tasks), self.loop.time() + LINGER)
-        leaked = self._finish()
-        if leaked:
-            self._report(f"{self!r}: a driver still held the memory of {leaked} transfers at close; it is leaked")
+        held = self._finish()
+        if held:
+            self._report(f"{self!r}: a driver still held the memory of {held} transfers at close; it is leaked")
         else:
             self._close_drivers()
         _engines.discard(self)
 
-    async def _wait(self, what: list[asyncio.Future[Any]], until: float) -> None:
+    async def _wait(self, what: Sequence[asyncio.Future[Any]], until: float) -> None:
         if what:
             await asyncio.wait(what, timeout=max(0, until - self.loop.time()))
 
@@ -377,7 +367,7 @@ class Engine(Core):
         elif self.closed:
             return
         self._must_be_here()
-        users = [peer for peer in self._peers.values() if region in peer._exports]
+        users = [peer for peer in self._peers if region in peer._exports]
         silent = [peer for peer in users if peer.state is PeerState.DOWN]
         try:
             if silent and region.pins == len(silent):
@@ -413,7 +403,7 @@ class Engine(Core):
     @property
     def peers(self) -> tuple[Peer, ...]:
         """Peers that are up."""
-        return tuple(peer for peer in self._peers.values() if peer.state is PeerState.UP)
+        return self._peers.up
 
     async def connect(self, address: str | Address, *, timeout: float | None = None) -> Peer:
         """The peer that listens at `address`: the one that is connected already, or a new connection.
@@ -435,99 +425,12 @@ class Engine(Core):
             raise InvalidArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
         if str(where) == self.address:
             raise InvalidArgumentError(f"{where} is this engine itself; copy within the process instead")
-        until = self.loop.time() + seconds
-        lock = self._dials.setdefault(where, asyncio.Lock())
-        try:
-            async with asyncio.timeout_at(until):
-                await lock.acquire()
-        except TimeoutError:
-            raise ConnectError(f"{where}: another dial to it is under way, without success in {seconds:g} s") from None
-        try:
-            return self._known(where) or await self._connect(where, until)
-        finally:
-            lock.release()
-
-    def _known(self, where: Address) -> Peer | None:
-        """The peer that is connected at an address, if it is still alive."""
-        return next((peer for peer in self.peers if str(where) in peer._addresses and peer._check_alive()), None)
-
-    async def _connect(self, where: Address, until: float) -> Peer:
-        connection = await self._dial(where, until)
-        for peer in self.peers:
-            # It goes by another address here, or it dialled us meanwhile.
-            if peer.identity.incarnation == connection.identity.incarnation and peer._check_alive():
-                peer._addresses.add(str(where))
-                await connection.aclose()
-                return peer
-        peer = Peer(self, connection, self.config.close_timeout)
-        peer._addresses.add(str(where))
-        try:
-            return await self._bring_up(peer, until)
-        except PeerLostError as error:
-            raise ConnectError(f"{where}: {error}", peer=peer.name) from error
-
-    async def _dial(self, where: Address, until: float) -> Connection:
-        self._must_be_open()
-        # A task of the engine's own, so that `aclose` can end it.
-        dialling: asyncio.Task[Connection] = self._spawn(
-            dial(
-                where,
-                self._identity(),
-                secret=self.config.secret,
-                unix_dir=self.config.unix_dir,
-                timeout=max(0, round(until - self.loop.time(), 2)),  # it is shown to people
-            )
-        )
-        self._dialling.add(dialling)
-        dialling.add_done_callback(self._dialling.discard)
-        try:
-            await asyncio.wait([dialling])
-        except asyncio.CancelledError:
-            dialling.cancel()
-            dialling.add_done_callback(_drop_connection)
-            raise
-        if dialling.cancelled() or self.closed:
-            _drop_connection(dialling)
-            raise ClosedError("the engine was closed while it connected")
-        return dialling.result()
-
-    async def _bring_up(self, peer: Peer, until: float) -> Peer:
-        try:
-            async with asyncio.timeout_at(until):
-                await peer._establish()
-        except HixlError as error:
-            peer._lose(error)
-            raise
-        except TimeoutError:
-            late = PeerLostError(f"peer {peer.name!r} did not complete the connection in time", peer=peer.name)
-            peer._lose(late)
-            raise late from None
-        except BaseException:
-            peer._lose(PeerLostError(f"the connection to {peer.name!r} was given up", peer=peer.name))
-            raise
-        return peer
-
-    def _accept(self, connection: Connection) -> None:
-        if self.closed:
-            connection.abandon()
-        else:
-            self._spawn(self._admit(Peer(self, connection, self.config.close_timeout)))
-
-    async def _admit(self, peer: Peer) -> None:
-        try:
-            await self._bring_up(peer, self.loop.time() + self.config.connect_timeout)
-        except HixlError as error:
-            logger.info("%r: peer %r was not admitted: %s", self, peer.name, error)
-        else:
-            for queue in self._acceptors:
-                queue.put(peer)
+        return await self._peers.connect(where, seconds)
 
     def accepted(self) -> Feed[Peer]:
         """Peers that connect to this engine from now on: ``async for peer in engine.accepted()``."""
         self._must_be_open()
-        queue: Queue[Peer] = Queue(ACCEPTED_LIMIT, 0)
-        self._acceptors.append(queue)
-        return Feed(self.loop, queue, self._acceptors.remove)
+        return self._peers.accepted()
 
     def _shared_drivers(self, theirs: Sequence[str], same_host: bool) -> list[Driver]:
         return [
@@ -537,20 +440,13 @@ class Engine(Core):
         ]
 
     def _others(self, peer: Peer) -> list[Peer]:
-        """Other connections with the same engine."""
-        incarnation = peer.identity.incarnation
-        return [
-            other for other in self._peers.values() if other is not peer and other.identity.incarnation == incarnation
-        ]
+        return self._peers.others(peer)
 
     def _attach(self, peer: Peer) -> int:
-        cookie = self._next_number
-        self._next_number += 1
-        self._peers[cookie] = peer
-        return cookie
+        return self._peers.attach(peer)
 
     def _detach(self, peer: Peer) -> None:
-        self._peers.pop(peer._cookie, None)
+        self._peers.detach(peer)
 
     def _handler(self, service: str) -> Handler | None:
         return self._services.get(service)
@@ -604,7 +500,7 @@ class Engine(Core):
 
     def _on_event(self, kind: int, cookie: int, status: int, topic: bytes, data: bytes) -> None:
         """What drivers report, on the loop's thread."""
-        peer = self._peers.get(cookie)
+        peer = self._peers[cookie]
         if kind == _link.EVENT_LOG:
             logger.info("%s", data.decode("utf-8", "replace"))
         elif peer is None:
@@ -657,15 +553,8 @@ class Engine(Core):
         """In a child of fork(): closes the child's copies of descriptors, so that it keeps no port and socket open."""
         if self._listener is not None:
             self._listener.abandon()
-        for peer in self._peers.values():
-            peer._abandon()
+        self._peers.abandon()
         self._after_fork()
-
-
-def _drop_connection(dialling: asyncio.Task[Connection]) -> None:
-    """Nobody takes the connection any more."""
-    if not dialling.cancelled() and dialling.exception() is None:
-        dialling.result().abandon()
 
 
 def _pong(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:

@@ -66,13 +66,16 @@ class _Backlog:
         self._topics.setdefault(note.topic, deque()).append(number)
         self.weight += _weight(note)
 
-    def drop_oldest(self) -> None:
+    def drop_oldest(self) -> int:
+        """Answers its weight."""
         _, note = self._notes.popitem(last=False)
         numbers = self._topics[note.topic]
         numbers.popleft()
         if not numbers:
             del self._topics[note.topic]
-        self.weight -= _weight(note)
+        weight = _weight(note)
+        self.weight -= weight
+        return weight
 
     def take(self, topic: str | None) -> Iterable[tuple[int, Notification]]:
         """All of one topic, or all."""
@@ -99,6 +102,7 @@ class Topics:
         self._queues: dict[str | None, list[Queue[Notification]]] = {}
         self._backlogs: dict[Peer, _Backlog] = {}
         self._numbers = count()
+        self._held = self._weight = 0  # of all backlogs together
 
     def subscribe(self, topic: str | None, limit: int | None = None) -> Subscription:
         """A new subscription, given what the backlog holds for `topic`.
@@ -126,11 +130,16 @@ class Topics:
             self._hold(note)
 
     def _hold(self, note: Notification) -> None:
-        self._backlogs.setdefault(note.peer, _Backlog()).add(next(self._numbers), note)
-        backlogs = self._backlogs.values()
-        while sum(map(len, backlogs)) > self._limit or sum(backlog.weight for backlog in backlogs) > ROOM:
+        backlog = self._backlogs.get(note.peer)
+        if backlog is None:
+            backlog = self._backlogs[note.peer] = _Backlog()
+        backlog.add(next(self._numbers), note)
+        self._held += 1
+        self._weight += _weight(note)
+        while self._held > self._limit or self._weight > ROOM:
             greediest = max(self._backlogs, key=lambda peer: self._backlogs[peer].weight)
-            self._backlogs[greediest].drop_oldest()
+            self._weight -= self._backlogs[greediest].drop_oldest()
+            self._held -= 1
             self.dropped += 1
             if not self._backlogs[greediest]:
                 del self._backlogs[greediest]
@@ -138,6 +147,8 @@ class Topics:
     def _take(self, topic: str | None) -> list[Notification]:
         taken = sorted(pair for backlog in self._backlogs.values() for pair in backlog.take(topic))
         self._backlogs = {peer: backlog for peer, backlog in self._backlogs.items() if backlog}
+        self._held -= len(taken)
+        self._weight -= sum(_weight(note) for _, note in taken)
         return [note for _, note in taken]
 
     def forget(self, topic: str | None, queue: Queue[Notification]) -> None:
@@ -155,3 +166,4 @@ class Topics:
                 queue.close()
         self._queues.clear()
         self._backlogs.clear()
+        self._held = self._weight = 0

@@ -35,7 +35,7 @@ from .errors import (
 from .memory import Region, RemoteRegion
 from .messages import Incoming, card_text, close_all
 from .sharing import Exports, Imports
-from .types import Access, PeerState
+from .types import Access, Address, PeerState
 
 if TYPE_CHECKING:
     from ._link import Driver
@@ -85,7 +85,7 @@ class Peer:
         self._close_timeout = close_timeout
         self._loop = host.loop
         self._cookie = host._attach(self)
-        self._addresses = {connection.identity.address}  # by which `connect` finds it
+        self._dialled_at: set[Address] = set()  # where `connect` finds it
         self._links: dict[str, Link] = {}
         self._unjoined: set[str] = set()
         self._their_ready = False
@@ -414,6 +414,11 @@ class Peer:
         else:
             self._lose(error)
         self._become_harmless()
+
+    def _is_of(self, connection: Connection) -> bool:
+        """Whether `connection` leads to the same engine: anybody can name its incarnation, but not from its process."""
+        ours, theirs = self._connection.credentials, connection.credentials
+        return self.identity.incarnation == connection.identity.incarnation and ours is not None and ours == theirs
 
     def _check_alive(self) -> bool:
         """Whether it is up; asks the kernel instead of waiting until the loop hears of its death."""

@@ -35,6 +35,7 @@ LAYERS = (
     {"memory", "control", "notify", "group"},
     {"calls", "sharing"},
     {"peer"},
+    {"connecting"},
     {"engine"},
     {"kv"},
     {"metrics", "trace"},

@@ -486,6 +486,13 @@ async def claim_a_pid(engine: Engine, address: str, pid: int, token_at: int, tok
     return (await actor.hear("region.gone", "goodbye")).kind
 
 
+async def impersonate(engine: Engine, address: str, other: str, incarnation: str) -> None:
+    """Says that it is another engine, by its name, address and incarnation."""
+    actor = await Puppet.dial(address, name="friend", address=other, incarnation=incarnation)
+    await actor.up()
+    _kept.append(actor)
+
+
 # -- half a connection
 
 

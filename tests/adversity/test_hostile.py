@@ -68,7 +68,7 @@ async def scene() -> AsyncIterator[Scene]:
         scene.check()
         villain.kill()
         await villain.exited()
-        await until(lambda: not any(peer.name.startswith("hostile") for peer in victim._peers.values()))
+        await until(lambda: not any(peer.name.startswith("hostile") for peer in victim._peers))
         assert scene.granted.pins == scene.readable.pins == 0
 
 
@@ -182,6 +182,22 @@ async def test_a_claimed_pid_leads_nowhere(scene: Scene) -> None:
         assert await claiming == "region.gone"
         assert buffer.raw == before
         await peer.aclose()
+
+
+async def test_an_impostor(scene: Scene) -> None:
+    """It says that it is the friend; who dials the friend gets the friend all the same."""
+    true = await scene.friend.run("adversity.work:who")
+    await scene.villain.run(
+        "adversity.hostile:impersonate",
+        address=scene.victim.address,
+        other=scene.friend.address,
+        incarnation=true["incarnation"],
+    )
+    impostor = scene.victim.peers[0]
+    assert (impostor.name, impostor.address) == ("friend", scene.friend.address)
+    peer = await scene.victim.connect(scene.friend.address)
+    assert peer is not impostor
+    assert (await peer.request("adversity.who", {}))["pid"] == scene.friend.pid
 
 
 async def test_the_victim_dials_somebody_hostile(scene: Scene) -> None:

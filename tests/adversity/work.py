@@ -80,3 +80,9 @@ def names(engine: Engine) -> list[str]:
     }
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return [row[7] for row in rows if len(row) > 7 and f"socket:[{row[6]}]" in inodes]
+
+
+def who(engine: Engine) -> dict[str, Any]:
+    """Who it is; it also tells its peers which process it is."""
+    engine.serve("adversity.who", lambda peer, body: {"pid": os.getpid()})
+    return {"incarnation": engine.incarnation}

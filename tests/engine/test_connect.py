@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from puppet import Puppet, puppet, stage
+from puppet import GONE, Puppet, puppet, stage
 
 from hixl_async import (
     AuthenticationError,
@@ -396,7 +396,7 @@ async def test_an_acceptor_that_is_dropped_is_forgotten(engine: Engine) -> None:
         await (await dialler.connect(engine.address)).aclose()
         await dialler.connect(engine.address)
         await reading
-        assert not engine._acceptors
+        assert not engine._peers._acceptors
 
 
 async def _first(engine: Engine) -> Any:
@@ -479,13 +479,28 @@ async def test_a_peer_that_was_closed_here() -> None:
         await pair.left.write(b"1234", await again.region("kv"))
 
 
-async def test_connect_is_not_fooled_by_a_peer_that_is_on_its_way_out() -> None:
+async def test_connect_is_not_fooled_by_a_peer_that_is_on_its_way_out(engine: Engine) -> None:
     """Between the break of its link and the goodbye that explains it a peer is no answer to `connect`."""
-    async with Engine("127.0.0.1:0", name="right") as right, puppet(right.address, address="127.0.0.1:9") as actor:
-        await until(lambda: right.peers)
+    async with stage() as theatre:
+        connecting = asyncio.ensure_future(engine.connect(theatre.address))
+        actor = await theatre.puppets.get()
+        await actor.up()
+        peer = await connecting
+        assert await engine.connect(theatre.address) is peer
         assert actor.link is not None
-        actor.link.theirs[152] = 1  # gone
+        actor.link.theirs[GONE] = 1
         actor.link.ring()
-        await until(lambda: not right.peers)
-        with pytest.raises(ConnectError):
-            await right.connect("127.0.0.1:9")
+        await until(lambda: not engine.peers)
+        connecting = asyncio.ensure_future(engine.connect(theatre.address))
+        second = await theatre.puppets.get()
+        await second.up()
+        assert await connecting is not peer
+
+
+async def test_connect_is_not_fooled_by_a_claimed_address(engine: Engine) -> None:
+    """Whoever dialled us can say what it likes about where it listens."""
+    async with Engine("127.0.0.1:0", name="true") as true, puppet(engine.address, name="false", address=true.address):
+        await until(lambda: engine.peers)
+        assert engine.peers[0].address == true.address
+        peer = await engine.connect(true.address)
+        assert (peer.name, peer.identity.incarnation) == ("true", true.incarnation)

@@ -142,6 +142,58 @@ async def test_open_that_is_cancelled_leaves_nothing() -> None:
         await opening
 
 
+def test_out_of_descriptors() -> None:
+    """Wherever they run out: one of our errors, nothing left over, the victim and its friends go on."""
+    done = run_python("""
+        import asyncio, os, resource
+        from hixl_async import Engine, HixlError
+        from hixl_async.testing import BalanceSheet, until
+
+        async def late(address):
+            async with Engine(name="late", close_timeout=0.2) as engine:
+                peer = await engine.connect(address, timeout=0.3)
+                await peer.region("kv", timeout=1)
+
+        async def main():
+            heard = []
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context))
+            async with Engine("127.0.0.1:0", name="victim") as victim, Engine(name="friend") as friend:
+                await friend.connect(victim.address)
+                victim.allocate("kv", 4096, access="read")
+                soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+                taken = []
+                while not taken or taken[-1] < 200:
+                    taken.append(os.dup(0))  # so that numbers are used without gaps
+                resource.setrlimit(resource.RLIMIT_NOFILE, (201 + 24, hard))
+                spare = [os.dup(0) for _ in range(24)]
+                outcomes = set()
+                while spare:
+                    os.close(spare.pop())
+                    try:
+                        await late(victim.address)
+                        outcomes.add("connected")
+                    except HixlError as error:
+                        outcomes.add(type(error).__name__)
+                    assert await friend.peers[0].request("hixl.ping", {"n": 1}) == {"n": 1}
+                for fd in taken:
+                    os.close(fd)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                await until(lambda: victim.stats().peers == 1)
+                await late(victim.address)
+            print(sorted(outcomes), heard)
+
+        async def balanced():
+            async with BalanceSheet():
+                await main()
+
+        asyncio.run(balanced())
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "'connected'" in done.stdout
+    assert "'ConnectError'" in done.stdout
+    assert done.stdout.endswith("] []\n"), done.stdout
+
+
 # -- closing in the middle of things
 
 

@@ -217,7 +217,7 @@ class Machine(RuleBasedStateMachine):
 
     def _somebody_is_lost(self) -> bool:
         """Peers that were lost without a goodbye may hold memory, since nobody can know."""
-        return any(peer.state is PeerState.DOWN for engine in self.engines for peer in engine._peers.values())
+        return any(peer.state is PeerState.DOWN for engine in self.engines for peer in engine._peers)
 
     # -- work
 
