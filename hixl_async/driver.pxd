@@ -49,6 +49,7 @@ cdef extern from "hxa_driver.h" nogil:
         HXA_EVENT_SIGNAL
         HXA_EVENT_LINK_DOWN
         HXA_EVENT_LOG
+        HXA_EVENT_MESSAGE
 
     ctypedef struct hxa_instance:
         pass
@@ -163,3 +164,9 @@ cdef extern from "hxa_driver.h" nogil:
         int (*cancel)(hxa_link *link, hxa_op *op) noexcept nogil
         uint64_t (*progress)(hxa_link *link, const hxa_op *op) noexcept nogil
         int (*poll)(hxa_link *link, uint32_t budget) noexcept nogil
+        int (*start)(hxa_instance *self, hxa_op *op) noexcept nogil
+        int (*shutdown)(hxa_instance *self, hxa_op *op) noexcept nogil
+        int (*mem_ready)(hxa_mem *mem, hxa_op *op) noexcept nogil
+        int (*mem_retire)(hxa_mem *mem, hxa_op *op) noexcept nogil
+        int (*message)(hxa_link *link, const void *data, size_t len) noexcept nogil
+        int (*abandon)(hxa_link *link, hxa_op *op) noexcept nogil

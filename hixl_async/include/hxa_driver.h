@@ -145,7 +145,9 @@ enum hxa_event_kind {
     HXA_EVENT_NOTE = 1,       /* a notification: topic, data */
     HXA_EVENT_SIGNAL = 2,     /* some signal word of ours may have changed */
     HXA_EVENT_LINK_DOWN = 3,  /* the link broke; status says why, data is text */
-    HXA_EVENT_LOG = 4         /* data is a line for the log */
+    HXA_EVENT_LOG = 4,        /* data is a line for the log */
+    HXA_EVENT_MESSAGE = 5     /* data is for the driver at the other end of the link: the core carries it over the control
+                               * connection, in order, to `message` there */
 };
 
 typedef struct hxa_event {    /* the sink copies topic and data before it returns */
@@ -207,7 +209,24 @@ typedef struct hxa_driver {
     int (*cancel)(hxa_link *link, hxa_op *op);
     uint64_t (*progress)(hxa_link *link, const hxa_op *op);
     int (*poll)(hxa_link *link, uint32_t budget);
+
+    /* Of transports whose own calls block; each may be NULL.
+     * start: op finishes when links can be made; memory may be allocated and registered before.  shutdown: once no links are
+     * left, ends what would make `close` wait.  mem_ready: op finishes when peers may be told of memory of ours, or with the
+     * reason why they never may; before that mem_export answers BUSY.  mem_retire, in place of mem_release for memory of ours:
+     * nothing uses it from the call on, and op finishes when the transport has let go of it; the caller keeps its pages until
+     * then.  message: what the driver at the other end said by HXA_EVENT_MESSAGE.  abandon: nobody waits for op any more; it is
+     * to be released in bounded time, even if other ops of the link fail for it. */
+    int (*start)(hxa_instance *self, hxa_op *op);
+    int (*shutdown)(hxa_instance *self, hxa_op *op);
+    int (*mem_ready)(hxa_mem *mem, hxa_op *op);
+    int (*mem_retire)(hxa_mem *mem, hxa_op *op);
+    int (*message)(hxa_link *link, const void *data, size_t len);
+    int (*abandon)(hxa_link *link, hxa_op *op);
 } hxa_driver;
+
+/* The least that `size` may be: all that drivers had before the table grew. */
+#define HXA_DRIVER_MIN_SIZE offsetof(hxa_driver, start)
 
 /* Shorthands for drivers. */
 static inline void hxa_complete(const hxa_sink *sink, hxa_op *op) { sink->post(sink->ctx, op, HXA_COMPLETED); }

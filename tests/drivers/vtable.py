@@ -149,6 +149,12 @@ FUNCTIONS: dict[str, Any] = {
     "cancel": (c.c_int, HANDLE, OP),
     "progress": (c.c_uint64, HANDLE, OP),
     "poll": (c.c_int, HANDLE, c.c_uint32),
+    "start": (c.c_int, HANDLE, OP),
+    "shutdown": (c.c_int, HANDLE, OP),
+    "mem_ready": (c.c_int, HANDLE, OP),
+    "mem_retire": (c.c_int, HANDLE, OP),
+    "message": (c.c_int, HANDLE, c.c_char_p, c.c_size_t),
+    "abandon": (c.c_int, HANDLE, OP),
 }
 
 
