@@ -2,7 +2,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from ._batch cimport Batch
-from ._link cimport Driver, Hub, Link
+from ._link cimport Driver, Hub, Link, hxa_letter
 from ._memory cimport LocalMemory, Memory, RemoteMemory, Slice
 from ._transfer cimport Transfer
 from .driver cimport hxa_op
@@ -15,6 +15,7 @@ cdef class Core(Hub):
     cdef readonly bint closed         # no new work
     cdef bint drain_scheduled         # drain() will run again without a signal
     cdef hxa_op *backlog              # taken from the mailbox, not yet settled (a capped drain)
+    cdef hxa_letter *letters          # likewise, not yet delivered
     cdef void *first                  # Transfer: head of the list of flights that still pin memory
     cdef object watchdog              # TimerHandle of the stall check, only while something is in flight
     cdef readonly double stall        # seconds without progress after which a transfer fails
@@ -33,3 +34,5 @@ cdef class Core(Hub):
     cdef int _launch(self, Transfer transfer, object notify, object signal, object deadline, object priority) except -1
     cdef int _track(self, Transfer transfer) except -1
     cdef int _settle(self, hxa_op *op) except -1
+    cdef int _settle_all(self) except -1
+    cdef int _deliver(self) except -1

@@ -13,7 +13,8 @@ C4   Awaitables are resolved on the loop's thread alone.  A waiting task is resu
 C5   Cancelling ends the wait.  It never unpins memory.
 C6   Every descriptor is validated (alive, in bounds, right access, no overflow) before any is posted: all or nothing.
 C7   Close refuses new work, drains within a deadline, and leaks, loudly, what a device might still write.
-C8   A coroutine that only awaits finished operations still yields: `credit`.  A drain is capped: DRAIN_OPS, DRAIN_SECONDS.
+C8   A coroutine that only awaits finished operations still yields: `credit`.  A drain is capped:
+     `burst`, DRAIN_NANOSECONDS.
 C9   An engine belongs to one loop; a foreign loop raises WrongLoopError.
 C10  After fork() the child's calls raise EngineForkedError and tear nothing down for the parent.
 C11  Data before signal before notification: the drivers' rule T5; the core hands all three over in one batch.
@@ -51,13 +52,24 @@ cdef extern from "hxa_mailbox.h" nogil:
     hxa_op *hxa_mailbox_take_ops(hxa_mailbox *box)
     hxa_letter *hxa_mailbox_take_letters(hxa_mailbox *box)
     uint32_t hxa_mailbox_events(hxa_op *op)
-    void hxa_mailbox_disarm(hxa_mailbox *box)
+    void hxa_mailbox_awake(hxa_mailbox *box)
+    void hxa_mailbox_clear(hxa_mailbox *box)
     int hxa_mailbox_arm(hxa_mailbox *box)
     void hxa_mailbox_close(hxa_mailbox *box)
     void free(void *)
 
-cdef enum: DRAIN_OPS = 256
-cdef double DRAIN_SECONDS = 0.001
+cdef extern from *:
+    """
+    #include <time.h>
+    static inline int64_t hxa_now(void) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    }
+    """
+    int64_t hxa_now() nogil
+
+cdef enum: DRAIN_NANOSECONDS = 1000000
 # C12: a cold copy of this much takes about 100 us.
 cdef enum: GIL_BYTES = 384 << 10
 
@@ -82,8 +94,11 @@ cdef class Core(Hub):
         self.closed = True
         self.finished = True
 
-    def _open(self, loop, handler, double stall):
-        """Binds the core to `loop`; `handler(kind, cookie, status, topic, data)` hears what drivers report."""
+    def _open(self, loop, handler, double stall, int burst):
+        """Binds the core to `loop`; `handler(kind, cookie, status, topic, data)` hears what drivers report.
+
+        `burst` is the most that one pass of the loop takes of completions and of each link's notifications.
+        """
         self.box = <hxa_mailbox *>PyMem_RawMalloc(sizeof(hxa_mailbox))
         if self.box == NULL:
             raise MemoryError()
@@ -100,9 +115,9 @@ cdef class Core(Hub):
         self.thread = PyThread_get_thread_ident()
         self.generation = fork_generation
         self.drivers, self.graveyard = (), []
-        self.credit = CREDIT
+        self.credit, self.burst = CREDIT, burst
         self.closed = self.finished = False
-        loop.add_reader(self.box.fd, self.drain)
+        loop.add_reader(self.box.fd, self._signalled)
 
     cdef int _check(self) except -1:
         # C9: while our loop runs on this thread no other can.  To ask asyncio which one runs costs a getpid() before
@@ -442,6 +457,14 @@ cdef class Core(Hub):
         word.memory.flights += 1
         return 0
 
+    # -- events
+
+    def _waiter(self):
+        """What a task awaits until an event ends the wait by `_wake`; within `drain` the task then runs at once (C4)."""
+        cdef Transfer waiter = Transfer.__new__(Transfer)
+        waiter.core, waiter.control = self, True
+        return waiter
+
     # -- flights
 
     cdef hxa_op *_control(self, Link link) except NULL:
@@ -516,36 +539,47 @@ cdef class Core(Hub):
 
     def drain(self):
         """Settles what drivers posted.  The loop calls it; it may be called from any code that runs on the loop's thread."""
-        self._drain()
+        self._drain(current_task(self.loop) is None)
 
-    cdef int _drain(self) except -1:
+    def _signalled(self):
+        """The loop found the mailbox's descriptor readable."""
+        if not self.finished:
+            hxa_mailbox_clear(self.box)
+            self._drain(True)
+
+    cdef int _drain(self, bint direct) except -1:
         cdef hxa_op *op
-        cdef int left = DRAIN_OPS
-        cdef double limit
+        cdef int left = self.burst
+        cdef int64_t limit = 0
         if self.draining or self.finished:
             return 0
-        limit = self.loop.time() + DRAIN_SECONDS
-        self.draining = current_task(self.loop) is None
+        self.draining = direct
         self.drain_scheduled = False
         try:
-            hxa_mailbox_disarm(self.box)
+            hxa_mailbox_awake(self.box)
             while True:
-                self._deliver()
-                if self.backlog == NULL:
+                if self.letters == NULL and self.backlog == NULL:
+                    self.letters = hxa_mailbox_take_letters(self.box)
                     self.backlog = hxa_mailbox_take_ops(self.box)
-                    if self.backlog == NULL:
-                        if self.graveyard:
-                            self._bury_dead()
-                        if not hxa_mailbox_arm(self.box):
-                            return 0
-                        continue
-                while self.backlog != NULL:
+                if self.letters != NULL:
+                    self._deliver()
+                elif self.backlog != NULL:
                     op = self.backlog
                     self.backlog = op.next
                     self._settle(op)
-                    left -= 1
-                    if left <= 0 or (left & 7 == 0 and self.loop.time() > limit):
-                        return 0  # C8; the finally clause comes back for the rest
+                else:
+                    if self.graveyard:
+                        self._bury_dead()
+                    if not hxa_mailbox_arm(self.box):
+                        return 0
+                    continue
+                left -= 1
+                if left & 7 == 0 or left <= 0:
+                    # C8; the finally clause comes back for the rest.  The first few pay for no clock.
+                    if left <= 0 or (limit and hxa_now() > limit):
+                        return 0
+                    if limit == 0:
+                        limit = hxa_now() + DRAIN_NANOSECONDS
         finally:
             self.draining = False
             if not hxa_mailbox_asleep(self.box) and not self.drain_scheduled and not self.finished:
@@ -559,21 +593,41 @@ cdef class Core(Hub):
         for memory in dead:
             memory._bury()
 
-    def _deliver(self):
-        """Hands events to the engine, oldest first."""
-        cdef hxa_letter *letter = hxa_mailbox_take_letters(self.box)
-        cdef hxa_letter *following
-        while letter != NULL:
-            following = letter.next
-            topic = PyBytes_FromStringAndSize(<const char *>letter.event.topic, letter.event.topic_len)
-            data = PyBytes_FromStringAndSize(<const char *>letter.event.data, letter.event.data_len)
-            kind, cookie, status = letter.event.kind, letter.event.link, letter.event.status
-            free(letter)
-            letter = following
-            try:
-                self.handler(kind, cookie, status, topic, data)
-            except Exception as error:
-                self.loop.call_exception_handler({"message": "a driver's event could not be handled", "exception": error})
+    cdef int _deliver(self) except -1:
+        """Hands the oldest event to the engine."""
+        cdef hxa_letter *letter = self.letters
+        # Taken off before the handler runs: what a resumed task raises (KeyboardInterrupt) must not lose the others.
+        self.letters = letter.next
+        topic = PyBytes_FromStringAndSize(<const char *>letter.event.topic, letter.event.topic_len)
+        data = PyBytes_FromStringAndSize(<const char *>letter.event.data, letter.event.data_len)
+        kind, cookie, status = letter.event.kind, letter.event.link, letter.event.status
+        free(letter)
+        try:
+            self.handler(kind, cookie, status, topic, data)
+        except Exception as error:
+            self.loop.call_exception_handler({"message": "a driver's event could not be handled", "exception": error})
+        return 0
+
+    cdef int _settle_all(self) except -1:
+        """At the end nothing that arrived is left to a later pass."""
+        cdef hxa_op *op
+        self._deliver_all()
+        while True:
+            if self.backlog == NULL:
+                self.backlog = hxa_mailbox_take_ops(self.box)
+                if self.backlog == NULL:
+                    return 0
+            op = self.backlog
+            self.backlog = op.next
+            self._settle(op)
+
+    cdef int _deliver_all(self) except -1:
+        while True:
+            if self.letters == NULL:
+                self.letters = hxa_mailbox_take_letters(self.box)
+                if self.letters == NULL:
+                    return 0
+            self._deliver()
 
     def _watch(self):
         """The stall check: fails what made no progress for `stall` seconds."""
@@ -682,7 +736,7 @@ cdef class Core(Hub):
         self.closed = True
         if self.finished:
             return 0
-        self.drain()
+        self._settle_all()
         leaked = self._flights()
         for transfer in leaked:
             exc = errors.ClosedError(
@@ -711,12 +765,17 @@ cdef class Core(Hub):
         An engine that was never closed leaks it, for a driver's thread may hold its address.
         """
         cdef Driver driver
+        cdef hxa_letter *letter
         if not self.finished or self.box == NULL:
             return 0
         for driver in self.drivers:
             if driver.instance != NULL:
                 return 0
         self.n_signals = hxa_mailbox_signals(self.box)
+        while self.letters != NULL:
+            letter = self.letters
+            self.letters = letter.next
+            free(letter)
         hxa_mailbox_close(self.box)
         PyMem_RawFree(self.box)
         self.box = NULL

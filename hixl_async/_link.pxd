@@ -26,6 +26,7 @@ cdef class Hub:
     cdef unsigned long thread         # ident of the loop's thread
     cdef bint finished                # the end: memory is released by whoever drops it last
     cdef bint draining                # inside drain(), where no task is current: waiting tasks may be resumed directly (C4)
+    cdef int burst                    # the most that one pass of the loop takes: completions; notifications of a link
     cdef int credit                   # finished work that may still be awaited without a trip through the loop (C8)
     cdef tuple drivers                # Driver, in order of preference; a tuple, for the collector empties lists
     cdef list graveyard               # memories whose last view was dropped in another thread
@@ -34,7 +35,8 @@ cdef class Hub:
     cdef readonly Py_ssize_t remote_memories
     cdef uint64_t n_failed, n_signals
 
-    cdef int _drain(self) except -1
+    cdef int _drain(self, bint direct) except -1
+    cdef int _deliver_all(self) except -1
     cdef hxa_op *_control(self, Link link) except NULL
     cdef object _answer(self, hxa_op *op, int answer, str what, object memory=*)
     cdef int _dispose(self) except -1
@@ -72,6 +74,7 @@ cdef class Link:
     cdef readonly Py_ssize_t flights  # slots of this link not released yet
 
     cdef int _must_exist(self, list fds) except -1
+    cdef int _poll(self, bint direct) except -1
 
 
 cdef object driver_error(Driver driver, int status, int native, str what, str peer, object index=*)

@@ -11,9 +11,8 @@ import os
 
 from . import errors
 
-cdef enum: POLL_EVENTS = 256
-# What a peer sent before its end is still taken, but no more than this many times POLL_EVENTS: it may be still sending.
-cdef enum: LAST_POLLS = 64
+# What a peer sent before its end is still taken, but no more than this many notifications: it may be still sending.
+cdef enum: LAST_POLLS = 64, LAST_POLL_EVENTS = 256
 
 EVENT_NOTE = HXA_EVENT_NOTE
 EVENT_SIGNAL = HXA_EVENT_SIGNAL
@@ -42,7 +41,12 @@ CAPABILITIES = {
 cdef class Hub:
     """What drivers, links, memories and transfers need of the core: its loop and mailbox; `Core` is made of it."""
 
-    cdef int _drain(self) except -1:
+    cdef int _drain(self, bint direct) except -1:
+        """Settles what drivers posted; `direct`: no task is current, so those that wait may be resumed at once (C4)."""
+        raise NotImplementedError
+
+    cdef int _deliver_all(self) except -1:
+        """Hands over every event that drivers posted so far."""
         raise NotImplementedError
 
     cdef hxa_op *_control(self, Link link) except NULL:
@@ -250,7 +254,7 @@ cdef class Link:
         self.up = True
         self.fd = self.driver.table.link_fd(self.link)
         if self.fd >= 0:
-            self.driver.core.loop.add_reader(self.fd, self.poll)
+            self.driver.core.loop.add_reader(self.fd, self._readable)
             self.poll()
 
     def refuse(self):
@@ -259,16 +263,24 @@ cdef class Link:
 
     def poll(self):
         """Takes what the peer sent; again on the next pass of the loop while there is more."""
+        self._poll(False)
+
+    def _readable(self):
+        """As `poll`, called by the loop itself, so that no task is current."""
+        self._poll(True)
+
+    cdef int _poll(self, bint direct) except -1:
         self.poll_scheduled = False
         if self.link == NULL or self.fd < 0:
-            return
+            return 0
         cdef Hub core = self.driver.core
         # Events land in the mailbox; we empty it ourselves below, so no signal is needed.
         hxa_mailbox_awake(core.box)
-        if self.driver.table.poll(self.link, POLL_EVENTS) and not self.poll_scheduled:
+        if self.driver.table.poll(self.link, core.burst) and not self.poll_scheduled:
             self.poll_scheduled = True
-            core.call_soon(self.poll)
-        core._drain()
+            core.call_soon(self._readable)
+        core._drain(direct)
+        return 0
 
     def fence(self):
         """Waits until the peer can no longer touch memory of ours through this link; it may never come.
@@ -297,9 +309,9 @@ cdef class Link:
         self.up = False
         if self.fd >= 0:
             for _ in range(LAST_POLLS):
-                if not self.driver.table.poll(self.link, POLL_EVENTS):
+                if not self.driver.table.poll(self.link, LAST_POLL_EVENTS):
                     break
-            core._drain()
+            core._deliver_all()
         # The peer's last words may have led here a second time.
         if self.fd >= 0:
             core.loop.remove_reader(self.fd)

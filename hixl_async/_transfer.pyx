@@ -220,6 +220,11 @@ cdef class Transfer:
         """
         return self.core._drained_transfers([self])
 
+    def _wake(self):
+        """Ends a wait that `Core._waiter` began."""
+        if self.outcome == ACTIVE:
+            self._resolve(DONE, None)
+
     # -- life of the slot
 
     cdef int _resolve(self, int outcome, object exc) except -1:

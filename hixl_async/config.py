@@ -43,6 +43,8 @@ class EngineConfig:
     close_timeout: float = 5.0
     #: Notifications kept per subscription, and for topics that nobody has subscribed to yet.
     notification_limit: int = 4096
+    #: The most notifications of a peer, and the most completions, taken in one pass of the loop.
+    notify_batch_size: int = 256
 
     def __post_init__(self) -> None:
         for name in ("stall", "connect_timeout", "close_timeout"):
@@ -57,9 +59,10 @@ class EngineConfig:
             raise InvalidArgumentError("secret must have at least 8 bytes; use for example secrets.token_bytes(32)")
         if self.unix_dir is not None and not isinstance(self.unix_dir, str):
             raise InvalidArgumentError(f"unix_dir must be the path of a folder or None, not {self.unix_dir!r}")
-        limit = self.notification_limit
-        if not isinstance(limit, int) or limit < 1:
-            raise InvalidArgumentError(f"notification_limit must be a number of messages of at least 1, not {limit!r}")
+        for name in ("notification_limit", "notify_batch_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
+                raise InvalidArgumentError(f"{name} must be a number of messages of at least 1, not {value!r}")
         if not self.drivers:
             raise InvalidArgumentError("drivers is empty; name at least one, for example drivers=['shm']")
         for driver, options in self.drivers.items():
@@ -74,9 +77,12 @@ class EngineConfig:
         name: str | None = None,
         secret: str | bytes | None = None,
         drivers: Drivers | None = None,
+        notify_batch_size: int | None = None,
         **settings: Any,
     ) -> EngineConfig:
-        """Arguments first, then the environment (``HIXL_ASYNC_SECRET``, ``HIXL_ASYNC_DRIVERS``), then defaults.
+        """Arguments first, then the environment, then defaults.
+
+        The environment: ``HIXL_ASYNC_SECRET``, ``HIXL_ASYNC_DRIVERS`` (names with commas) and ``HIXL_NOTIFY_BATCH_SIZE``.
 
         :raises InvalidArgumentError: if a setting is malformed or unknown.
         """
@@ -89,6 +95,12 @@ class EngineConfig:
             if isinstance(drivers, str) or not all(isinstance(driver, str) for driver in drivers):
                 raise InvalidArgumentError(f"drivers must be a list of names or a mapping, not {drivers!r}")
             drivers = {driver: {} for driver in drivers}
+        if notify_batch_size is None:
+            text = os.environ.get("HIXL_NOTIFY_BATCH_SIZE", "")
+            try:
+                notify_batch_size = int(text) if text else 256
+            except ValueError:
+                raise InvalidArgumentError(f"HIXL_NOTIFY_BATCH_SIZE must be a whole number, not {text!r}") from None
         unknown = settings.keys() - cls.__dataclass_fields__.keys()
         if unknown:
             raise InvalidArgumentError(f"unknown setting {', '.join(sorted(unknown))} of Engine")
@@ -97,6 +109,7 @@ class EngineConfig:
             name=name if name is not None else f"engine-{os.getpid()}",
             secret=secret.encode() if isinstance(secret, str) else secret,
             drivers=drivers,
+            notify_batch_size=notify_batch_size,
             **settings,
         )
 

@@ -171,7 +171,7 @@ class Peers:
         """See `Engine.accepted`."""
         queue: Queue[Peer] = Queue(ACCEPTED_LIMIT, 0)
         self._acceptors.append(queue)
-        return Feed(self._engine.loop, queue, self._acceptors.remove)
+        return Feed(self._engine, queue, self._acceptors.remove)
 
     # -- the end
 

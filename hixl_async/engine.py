@@ -14,7 +14,7 @@ from typing import Any
 
 from . import _link, drivers
 from ._core import Core
-from ._link import Driver
+from ._link import EVENT_NOTE, Driver
 from ._memory import LocalMemory, Slice
 from ._transfer import Transfer
 from .calls import Handler
@@ -65,6 +65,9 @@ class Engine(Core):
     :param stall: seconds without progress after which a transfer fails.
     :param connect_timeout: seconds that `connect` may take.
     :param close_timeout: seconds that `aclose` waits for work in flight and for peers.
+    :param notification_limit: notifications kept per subscription, and for topics that nobody has subscribed to yet.
+    :param notify_batch_size: the most notifications of a peer, and the most completions, that are taken in one pass of the
+        loop before other tasks run; default ``HIXL_NOTIFY_BATCH_SIZE`` or 256.
     :raises InvalidArgumentError: if a setting is malformed, or `address` is not loopback and there is no secret.
     """
 
@@ -81,6 +84,7 @@ class Engine(Core):
         connect_timeout: float = 5.0,
         close_timeout: float = 5.0,
         notification_limit: int = 4096,
+        notify_batch_size: int | None = None,
     ) -> None:
         self.config = EngineConfig.build(
             address,
@@ -93,6 +97,7 @@ class Engine(Core):
             connect_timeout=connect_timeout,
             close_timeout=close_timeout,
             notification_limit=notification_limit,
+            notify_batch_size=notify_batch_size,
         )
         self._incarnation = secrets.token_hex(16)
         self._listener: Listener | None = None
@@ -123,8 +128,8 @@ class Engine(Core):
             raise ClosedError("this engine was opened before; make a new one")
         loop = asyncio.get_running_loop()
         try:
-            self._open(loop, self._on_event, self.config.stall)
-            self._topics = Topics(loop, self.config.notification_limit)
+            self._open(loop, self._on_event, self.config.stall, self.config.notify_batch_size)
+            self._topics = Topics(self, self.config.notification_limit)
             for name, options in self.config.drivers.items():
                 capsule, settings = drivers.resolve(name, options)
                 self._drivers[name] = Driver(self, capsule, name, settings)
@@ -501,13 +506,13 @@ class Engine(Core):
     def _on_event(self, kind: int, cookie: int, status: int, topic: bytes, data: bytes) -> None:
         """What drivers report, on the loop's thread."""
         peer = self._peers[cookie]
-        if kind == _link.EVENT_LOG:
+        if kind == EVENT_NOTE and peer is not None:  # first, for there are many
+            assert self._topics is not None
+            self._topics.deliver(peer, topic, data)
+        elif kind == _link.EVENT_LOG:
             logger.info("%s", data.decode("utf-8", "replace"))
         elif peer is None:
             return
-        elif kind == _link.EVENT_NOTE:
-            assert self._topics is not None
-            self._topics.deliver(peer, topic, data)
         elif kind == _link.EVENT_SIGNAL:
             peer._signalled()
         elif kind == _link.EVENT_LINK_DOWN:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, Self, TypeVar
 
+from ._core import Core
+from ._transfer import Transfer
 from .errors import ClosedError
 
 __all__ = ["Feed", "Queue"]
@@ -30,7 +31,7 @@ class Queue(Generic[T]):
         self.limit = limit
         self.dropped = 0
         self.closed = False
-        self.waiter: asyncio.Future[None] | None = None
+        self.waiter: Transfer | None = None
         self._room = room
         self._weight = 0
         self._entries: deque[tuple[T, int]] = deque()  # with their weights
@@ -40,12 +41,14 @@ class Queue(Generic[T]):
 
     def put(self, item: T, weight: int = 0) -> bool:
         """Adds an item; False, and it is counted in `dropped`, if there is no room for it."""
-        if len(self._entries) >= self.limit or (self._entries and self._weight + weight > self._room):
+        entries = self._entries
+        if entries and (len(entries) >= self.limit or self._weight + weight > self._room):
             self.dropped += 1
             return False
-        self._entries.append((item, weight))
+        entries.append((item, weight))
         self._weight += weight
-        self.wake()
+        if self.waiter is not None:
+            self.waiter._wake()
         return True
 
     def take(self) -> T:
@@ -64,8 +67,8 @@ class Queue(Generic[T]):
 
     def wake(self) -> None:
         """Wakes the reader."""
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+        if self.waiter is not None:
+            self.waiter._wake()
 
 
 class Feed(Generic[T]):
@@ -74,11 +77,11 @@ class Feed(Generic[T]):
     It ends when it is closed, when the engine closes, or when nobody refers to it any more.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, queue: Queue[T], forget: Callable[[Queue[T]], None]) -> None:
+    def __init__(self, core: Core, queue: Queue[T], forget: Callable[[Queue[T]], None]) -> None:
         """
         :param forget: called once, when it ends: `queue` need not be filled any more.
         """
-        self._loop = loop
+        self._core = core
         self._queue = queue
         self._forget = forget
 
@@ -98,12 +101,12 @@ class Feed(Generic[T]):
 
     async def __anext__(self) -> T:
         queue = self._queue
-        while not queue:
+        while not queue._entries:
             if queue.closed:
                 raise StopAsyncIteration
             if queue.waiter is not None and not queue.waiter.done():
                 raise ClosedError(f"two tasks wait on one {type(self).__name__}; make one for each")
-            queue.waiter = self._loop.create_future()
+            queue.waiter = self._core._waiter()
             await queue.waiter
         return queue.take()
 

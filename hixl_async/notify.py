@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from ._core import Core
 from .errors import InvalidArgumentError
 from .feed import Feed, Queue
 
@@ -41,7 +41,7 @@ class Subscription(Feed[Notification]):
     """
 
     def __init__(self, topics: Topics, topic: str | None, queue: Queue[Notification]) -> None:
-        super().__init__(topics.loop, queue, lambda queue: topics.forget(topic, queue))
+        super().__init__(topics.core, queue, lambda queue: topics.forget(topic, queue))
         #: The topic, or None for all.
         self.topic = topic
 
@@ -94,8 +94,8 @@ class Topics:
     that none can push out what others sent.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
-        self.loop = loop
+    def __init__(self, core: Core, limit: int) -> None:
+        self.core = core
         self.received = 0
         self.dropped = 0
         self._limit = limit
@@ -103,6 +103,7 @@ class Topics:
         self._backlogs: dict[Peer, _Backlog] = {}
         self._numbers = count()
         self._held = self._weight = 0  # of all backlogs together
+        self._takers: dict[bytes, tuple[str, list[Queue[Notification]]]] = {}
 
     def subscribe(self, topic: str | None, limit: int | None = None) -> Subscription:
         """A new subscription, given what the backlog holds for `topic`.
@@ -115,19 +116,31 @@ class Topics:
             raise InvalidArgumentError(f"limit must be a number of messages of at least 1, not {limit!r}")
         queue: Queue[Notification] = Queue(self._limit if limit is None else limit, ROOM)
         self._queues.setdefault(topic, []).append(queue)
+        self._takers.clear()
         for note in self._take(topic):
             self.dropped += not queue.put(note, _weight(note))
         return Subscription(self, topic, queue)
 
     def deliver(self, peer: Peer, topic: bytes, payload: bytes) -> None:
         """One message, to every subscription of its topic, or to the backlog."""
-        note = Notification(peer, topic.decode("utf-8", "replace"), payload)
+        name, takers = self._takers.get(topic) or self._find_takers(topic)
+        note = Notification(peer, name, payload)
         self.received += 1
-        takers = [*self._queues.get(note.topic, ()), *self._queues.get(None, ())]
-        for queue in takers:
-            self.dropped += not queue.put(note, _weight(note))
         if not takers:
             self._hold(note)
+            return
+        weight = OVERHEAD + len(name) + len(payload)
+        for queue in takers:
+            if not queue.put(note, weight):
+                self.dropped += 1
+
+    def _find_takers(self, topic: bytes) -> tuple[str, list[Queue[Notification]]]:
+        """A topic's name and its queues, remembered until somebody subscribes or leaves; topics without a queue are not."""
+        name = topic.decode("utf-8", "replace")
+        takers = [*self._queues.get(name, ()), *self._queues.get(None, ())]
+        if takers and len(self._takers) < self._limit:  # peers choose the topics
+            self._takers[topic] = name, takers
+        return name, takers
 
     def _hold(self, note: Notification) -> None:
         backlog = self._backlogs.get(note.peer)
@@ -156,6 +169,7 @@ class Topics:
         queues = self._queues.get(topic, [])
         if queue in queues:
             queues.remove(queue)
+            self._takers.clear()
             if not queues:
                 del self._queues[topic]
 
@@ -165,5 +179,6 @@ class Topics:
             for queue in queues:
                 queue.close()
         self._queues.clear()
+        self._takers.clear()
         self._backlogs.clear()
         self._held = self._weight = 0

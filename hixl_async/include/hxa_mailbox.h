@@ -113,10 +113,9 @@ static inline int hxa_mailbox_asleep(const hxa_mailbox *box) { return (int)__ato
 /* Anybody: how often the eventfd was written. */
 static inline uint64_t hxa_mailbox_signals(const hxa_mailbox *box) { return __atomic_load_n(&box->signals, __ATOMIC_RELAXED); }
 
-/* Consumer: awake from here on; posts cost no signal. */
-static inline void hxa_mailbox_disarm(hxa_mailbox *box) {
+/* Consumer: the descriptor was readable.  A drain for another reason leaves a signal where it is, and the loop comes here. */
+static inline void hxa_mailbox_clear(hxa_mailbox *box) {
     uint64_t count;
-    __atomic_store_n(&box->armed, 0, __ATOMIC_RELAXED);
     ssize_t got = read(box->fd, &count, sizeof count);
     (void)got;
 }

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hixl_async import Transfer
+from hixl_async import Subscription, Transfer
 
 from .conftest import World, gil_kept
 
@@ -197,4 +197,41 @@ def test_interrupt_through_a_resumed_task_loses_nothing(runner: asyncio.Runner, 
     assert loop.run_until_complete(rest()) == 600
     assert pair.left.stats().pinned == 0
     assert bytes(memoryview(region)[:600]) == b"x" * 600
+    loop.run_until_complete(context.__aexit__(None, None, None))
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_interrupt_through_a_resumed_subscriber_loses_nothing(
+    runner: asyncio.Runner, kind: type[BaseException]
+) -> None:
+    """A reader of notifications is resumed at once too; what it raises must not cost the notifications behind."""
+    from hixl_async.testing import engine_pair
+
+    loop = runner.get_loop()
+    context = engine_pair()
+    pair = loop.run_until_complete(context.__aenter__())
+
+    async def interrupted(notes: Subscription) -> None:
+        await notes.get()
+        raise kind
+
+    async def storm() -> None:
+        for i in range(600):
+            pair.left.notify(pair.peer, "topic", b"%d" % i)
+        await asyncio.sleep(5)
+
+    async def subscribe() -> Subscription:
+        return pair.right.notifications("topic")
+
+    notes = loop.run_until_complete(subscribe())
+    task = loop.create_task(interrupted(notes))
+    with pytest.raises(kind):
+        loop.run_until_complete(storm())
+    assert isinstance(task.exception(), kind)
+
+    async def rest() -> list[bytes]:
+        async with asyncio.timeout(5):
+            return [(await notes.get()).payload for _ in range(599)]
+
+    assert loop.run_until_complete(rest()) == [b"%d" % i for i in range(1, 600)]
     loop.run_until_complete(context.__aexit__(None, None, None))

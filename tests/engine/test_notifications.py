@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -358,3 +359,61 @@ async def test_ping_pong_between_processes(loop: str) -> None:
             data = bytes([i]) * (1 << 20)
             engine.write(data, remote, notify=("ping", data[:8]))
             assert (await notes.get()).payload == data[:16]
+
+
+# -- storms
+
+
+async def test_a_storm_shares_the_loop() -> None:
+    """Between two batches of notifications every other task that is ready runs once."""
+    passes = 0
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            await asyncio.sleep(0)
+            passes += 1
+
+    async with engine_pair(notify_batch_size=16) as pair:
+        notes = pair.right.notifications("storm")
+        for i in range(800):
+            pair.left.notify(pair.peer, "storm", b"%d" % i)
+        counter = asyncio.create_task(count())
+        held = []
+        while len(notes) < 800:
+            held.append(len(notes))
+            await asyncio.sleep(0)
+        counter.cancel()
+        assert passes >= 800 // 16 - 2  # none need come before the first batch or after the last
+        assert max(after - before for before, after in itertools.pairwise(held)) <= 16
+        assert [note.payload for note in drain(notes)] == [b"%d" % i for i in range(800)]
+
+
+async def test_a_storm_is_never_lost_silently() -> None:
+    """100,000 at once: each is delivered, refused to the sender, or counted as dropped."""
+    async with engine_pair(notification_limit=1000) as pair:
+        notes = pair.right.notifications("storm")
+        refused = 0
+        for i in range(100_000):
+            try:
+                pair.left.notify(pair.peer, "storm", b"%d" % i)
+            except BusyError:
+                refused += 1
+                await asyncio.sleep(0)
+        sent = 100_000 - refused
+        await until(lambda: pair.right.stats().notifications == sent)
+        assert 0 < len(notes) <= 1000
+        assert len(notes) + notes.dropped == sent
+        assert pair.right.stats().notifications_dropped == notes.dropped
+        await pair.left.notify(pair.peer, "after", b"")
+        assert (await pair.right.notifications("after").get()).payload == b""
+
+
+async def test_the_batch_size_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIXL_NOTIFY_BATCH_SIZE", "7")
+    assert Engine().config.notify_batch_size == 7
+    assert Engine(notify_batch_size=9).config.notify_batch_size == 9
+    for text in ("many", "0", "-1"):
+        monkeypatch.setenv("HIXL_NOTIFY_BATCH_SIZE", text)
+        with pytest.raises(InvalidArgumentError, match=r"HIXL_NOTIFY_BATCH_SIZE|notify_batch_size"):
+            Engine()
