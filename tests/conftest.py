@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 import pytest
 
 from hixl_async.testing import BalanceSheet
+
+# A shell lets what it starts in the background, and so its children, ignore Ctrl-C; tests send some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # -- both loops
 

@@ -118,7 +118,7 @@ async def test_attack(scene: Scene, what: str, figure: Figure) -> None:
             await using
     figure(f"loop stall, wall: {what}", pulse.worst)
     figure(f"loop stall, CPU:  {what}", pulse.worst_cpu)
-    assert pulse.beats > 10, f"the loop did not run: {pulse}; {answer}"
+    assert pulse.beats > 3, f"the loop did not run: {pulse}; {answer}"
     assert pulse.worst_cpu < 0.5, f"the loop was kept busy: {pulse}; {answer}"
 
 

@@ -276,15 +276,14 @@ def test_ping_of_an_engine_that_dies() -> None:
 
 def test_interrupted_ping(serve: Callable[..., Server]) -> None:
     server = serve()
-    pinging = subprocess.Popen(
-        [sys.executable, "-m", "hixl_async", "ping", server.address, "--count", "1000000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    _wait_until_connected(pinging)
-    pinging.send_signal(signal.SIGINT)
-    assert pinging.communicate(timeout=50) == ("", "")
+    command = [sys.executable, "-m", "hixl_async", "ping", server.address, "--count", "1000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as pinging:
+        try:
+            _wait_until_connected(pinging)
+            pinging.send_signal(signal.SIGINT)
+            assert pinging.communicate(timeout=50) == ("", "")
+        finally:
+            pinging.kill()
     assert pinging.returncode == 130
 
 

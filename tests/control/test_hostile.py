@@ -6,10 +6,12 @@ import array
 import asyncio
 import contextlib
 import os
+import resource
 import secrets
 import select
 import socket
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -55,6 +57,16 @@ async def closed(sock: socket.socket) -> bytes:
             said += await closed(sock)
     sock.close()
     return said
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """Room for a crowd, as far as this process may have it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < 4096:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096 if hard == resource.RLIM_INFINITY else min(4096, hard), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def measured(data: bytes) -> float:
@@ -252,7 +264,7 @@ class TestExhaustion:
         for sock in silent:
             sock.close()
 
-    async def test_a_thousand_at_once(self, listen: HostFactory, stalls: Stalls) -> None:
+    async def test_a_thousand_at_once(self, listen: HostFactory, stalls: Stalls, many_descriptors: None) -> None:
         host = await listen(max_handshakes=16, handshake_timeout=60)
         before = len(os.listdir("/proc/self/fd"))
 

@@ -156,6 +156,8 @@ FUNCTIONS: dict[str, Any] = {
     "message": (c.c_int, HANDLE, c.c_char_p, c.c_size_t),
     "abandon": (c.c_int, HANDLE, OP),
 }
+#: What only drivers of transports whose own calls block have.
+OPTIONAL = ("start", "shutdown", "mem_ready", "mem_retire", "message", "abandon")
 
 
 class CDriver(c.Structure):
