@@ -41,8 +41,8 @@ test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio an
 test-slow: $(BUILT) $(VENV)/extra-test  ## the long property runs and soaks
 	$(PYTEST) -m slow $(ARGS)
 
-bench: $(BUILT) $(VENV)/extra-bench  ## bare copy, driver, core, engine: each beside the floor of the same run
-	$(PY) benchmarks/ladder.py $(ARGS)
+bench: $(BUILT) $(VENV)/extra-bench  ## all benchmarks, and benchmarks/RESULTS.md of them; ARGS=--quick for a rough run
+	$(PY) benchmarks/report.py $(ARGS)
 
 optional: $(VENV)/extra-demo $(VENV)/model $(VENV)/torch  ## what tests skip without: torch and the demo's model
 

@@ -23,7 +23,7 @@ The JSON (schema 1)::
     versions      python, hixl_async, uvloop, numpy, cython; null: not installed
     driver        the driver that carried the transfers
     figures       a list of:
-        part         "range" | "list" | "post" | "flight" | "notify" | "stall" | "touch" | "idle"
+        part         "range" | "list" | "post" | "flight" | "rate" | "notify" | "stall" | "touch" | "idle"
         loop         "asyncio" | "uvloop"
         case         what distinguishes figures of one part: "hot", "cold", ...
         rung         "copy" | "driver" | "core" | "ready" | "fresh" for ranges; others name theirs
@@ -37,27 +37,24 @@ The JSON (schema 1)::
         ratio        {median, low, high} of value / floor within each turn; null for the floor
         blocks       blocks measured
         iterations   operations in each
-        extra        further observations by name: in_flight, per_second
+        extra        further observations by name: in_flight, per_second, ...
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from rig import table
 from rig.build import BuildError, build
-from rig.copies import measure_flight, measure_list, measure_post, measure_range
+from rig.command import add_json_choice, add_loop_choice, loops, publish
+from rig.copies import measure_flight, measure_list, measure_post, measure_range, measure_rate
 from rig.figure import Figure
-from rig.machine import commit, machine, versions
+from rig.machine import heading, preamble
 from rig.pair import Pair, open_pair, run_loop
 from rig.plan import FULL, QUICK, RUNGS, Plan
 from rig.quiet import measure_idle, measure_stall, measure_touch
@@ -68,6 +65,7 @@ PARTS: dict[str, Callable[[Pair, str, Plan], AsyncIterator[Figure]]] = {
     "list": measure_list,
     "post": measure_post,
     "flight": measure_flight,
+    "rate": measure_rate,
     "notify": measure_notify,
     "stall": measure_stall,
     "touch": measure_touch,
@@ -102,24 +100,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="How far await engine.write(...) is from the copy itself, by rung.")
     add = parser.add_argument
-    add("--json", nargs="?", const="-", metavar="FILE", help="write JSON there; - or nothing: standard output")
-    add("--loop", choices=("asyncio", "uvloop", "both"), default="both", help="default: both, if uvloop is installed")
+    add_json_choice(parser)
+    add_loop_choice(parser)
     add("--quick", action="store_true", help="fewer sizes, fewer and shorter blocks")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
     add("--rungs", nargs="+", choices=RUNGS, metavar="RUNG", help=f"of single ranges: {', '.join(RUNGS)}")
     add("--sizes", nargs="+", type=parse_size, metavar="SIZE", help="of single ranges, such as 8 4KiB 128MiB")
     add("--pin", type=parse_pin, metavar="A,B", help="a CPU for this process and one for the target, threads and all")
     return parser.parse_args(argv)
-
-
-def loops(choice: str) -> list[str]:
-    """The event loops to measure on."""
-    there = find_spec("uvloop") is not None
-    if choice == "uvloop" and not there:
-        raise SystemExit("uvloop is not installed: pip install 'hixl-async[bench]', or choose --loop asyncio")
-    if choice == "both":
-        return ["asyncio", "uvloop"] if there else ["asyncio"]
-    return [choice]
 
 
 async def climb(loop: str, plan: Plan, parts: Sequence[str], pin: tuple[int, int] | None) -> tuple[str, list[Figure]]:
@@ -142,16 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BuildError as error:
         print(error, file=sys.stderr)
         return 2
-    report: dict[str, Any] = {
-        "schema": 1,
-        "benchmark": "ladder",
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": 0.0,
-        "arguments": list(sys.argv[1:] if argv is None else argv),
-        "commit": commit(Path(__file__).parent),
-        "machine": machine(),
-        "versions": versions(),
-    }
+    report = preamble("ladder", sys.argv[1:] if argv is None else argv)
     began = time.monotonic()
     figures: list[Figure] = []
     for loop in loops(options.loop):
@@ -159,35 +138,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures += found
     report["seconds"] = round(time.monotonic() - began, 1)
     report["figures"] = [figure.as_json() for figure in figures]
-    # Where the JSON goes to standard output nothing else may.
-    human = sys.stderr if options.json == "-" else sys.stdout
-    print("\n".join([*heading(report), *table.render(figures)]), file=human)
-    if options.json == "-":
-        json.dump(report, sys.stdout, indent=1)
-        print()
-    elif options.json is not None:
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    publish(report, [*heading(report), *render(report)], options.json)
     return 0
 
 
-def heading(report: dict[str, Any]) -> list[str]:
-    """What was measured, on what, and how to read it."""
-    about, found = report["machine"], report["versions"]
-    others = ", ".join(f"{name} {number or 'not installed'}" for name, number in found.items() if name != "hixl_async")
-    lines = [
-        f"hixl_async {found['hixl_async']}, commit {report['commit'] or 'unknown'}, driver {report['driver']}: "
-        f"the ladder, {report['started']}, {report['seconds']:g} s",
-        f"{about['cpu']}, {about['cpus']} CPUs, {about['memory_bytes'] >> 30} GiB, Linux {about['kernel']}, "
-        f"{about['libc']}, load {about['load_1min']:.2f} at the start",
-        others,
-        "",
-        *table.legend(),
-        "",
-        "Medians over blocks that take turns; xN is the median ratio to the floor (left, or as named) in each turn.",
-    ]
-    if about["load_1min"] > about["cpus"] / 2:
-        lines.append("Other programs keep this machine busy: trust ratios only, those with a narrow interval.")
-    return lines
+def render(report: dict[str, Any]) -> Iterator[str]:
+    """The legend and the tables."""
+    yield ""
+    yield from table.legend()
+    yield ""
+    yield "Medians over blocks that take turns; xN is the median ratio to the floor (left, or as named) in each turn."
+    yield from table.render([Figure.from_json(figure) for figure in report["figures"]])
 
 
 if __name__ == "__main__":

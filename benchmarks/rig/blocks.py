@@ -26,6 +26,8 @@ class Rung:
     run: Run
     #: Operations that count for each one that `run` is asked for: 2 for a round trip of which one way is reported.
     share: int = 1
+    #: CPU time so far of those who do the work, in nanoseconds; default: this process, all threads.
+    cpu: Callable[[], int] = time.process_time_ns
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Series:
     #: Operations in a block.
     iterations: int
     nanoseconds: list[float] = field(default_factory=list)
-    #: CPU time of all threads of this process.
+    #: CPU time of those who did the work, all threads.
     cpu: list[float] = field(default_factory=list)
 
 
@@ -77,9 +79,9 @@ async def interleave(rungs: Sequence[Rung], pace: Pace) -> list[Series]:
     for block in range(pace.blocks):
         for step in range(len(rungs)):
             i = (block + step) % len(rungs)
-            cpu = time.process_time_ns()
+            cpu = rungs[i].cpu()
             elapsed = await rungs[i].run(counts[i])
-            cpu = time.process_time_ns() - cpu
+            cpu = rungs[i].cpu() - cpu
             series[i].nanoseconds.append(elapsed / series[i].iterations)
             series[i].cpu.append(cpu / series[i].iterations)
     return series

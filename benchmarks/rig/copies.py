@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from time import perf_counter_ns
@@ -11,12 +12,13 @@ from typing import Any, Literal
 import numpy as np
 
 from hixl_async import Batch, Engine
+from hixl_async.testing import FaultPlan, faulty
 from rig.blocks import Pace, Rung, interleave
 from rig.figure import Figure, compare
 from rig.pair import TARGET, Pair
 from rig.plan import Plan
 
-__all__ = ["measure_flight", "measure_list", "measure_post", "measure_range"]
+__all__ = ["measure_flight", "measure_list", "measure_post", "measure_range", "measure_rate"]
 
 Verb = Literal["write", "read"]
 VERBS: tuple[Verb, Verb] = ("write", "read")
@@ -24,7 +26,10 @@ VERBS: tuple[Verb, Verb] = ("write", "read")
 BLOCK = 4096
 #: Descriptors of a list, lists that are gone through where memory must be cold, and coroutines in flight.
 LIST, COLD_LISTS, FLIGHT = 256, 64, 64
+FLIGHT_SIZES = (4 << 10, 64 << 10)
 POST = 10_000
+#: From here on the rate counts.
+RATE_FROM = 1 << 20
 #: From here on an operation takes a block by itself.
 LARGE = 16 << 20
 
@@ -186,36 +191,65 @@ async def measure_post(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figur
 
 
 async def measure_flight(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """64 coroutines that each write 4 KiB after 4 KiB; inline, and with every copy on the driver's threads."""
+    """64 coroutines that each write block after block: inside the call, by the driver's threads, by a network's stand-in.
+
+    `threads` copies nothing inside the call.  `faulty` never finishes inside the call either: a thread of its own does,
+    without a delay.
+    """
     name = pair.remote.link.driver.name
-    async with Engine(None, drivers={name: {"inline_bytes": 0}}) as threads:
-        peer = await threads.connect(pair.peer.address)
-        kv, remote = threads.allocate("local", FLIGHT * BLOCK), await peer.region(TARGET)
-        copy, _ = _c_rungs(pair, [Batch("write", pair.local, pair.remote, [(0, 0, BLOCK)])])
-        peaks: dict[str, int] = {}
+    async with (
+        Engine(None, drivers={name: {"inline_bytes": 0}}) as threads,
+        Engine(None, drivers=faulty(name, FaultPlan(seed=1).pending())) as slow,
+    ):
+        for size in FLIGHT_SIZES:
+            copy, _ = _c_rungs(pair, [Batch("write", pair.local, pair.remote, [(0, 0, size)])])
+            depths: dict[str, list[int]] = {"inline": [], "threads": [], "faulty": []}
+            rungs = [copy, _writers(pair.engine, pair.local, pair.remote, size, "inline", depths["inline"])]
+            for label, engine in (("threads", threads), ("faulty", slow)):
+                peer = await engine.connect(pair.peer.address)
+                local = engine.allocate(f"local-{size}", FLIGHT * size)
+                rungs.append(_writers(engine, local, await peer.region(TARGET), size, label, depths[label]))
+            # Starting 64 tasks takes a while, so a block must be long beside it.
+            series = await interleave(rungs, Pace(plan.pace.blocks, plan.pace.seconds * 5))
+            for figure in compare(series, part="flight", loop=loop, case="hot", verb="write", nbytes=size):
+                extra = {"per_second": 1e9 / figure.value.median}
+                if figure.rung in depths:
+                    extra["in_flight"] = statistics.median(depths[figure.rung])
+                yield replace(figure, extra=extra)
 
-        def writers(label: str, engine: Engine, local: Any, target: Any) -> Rung:
-            async def writer(i: int, times: int) -> None:
-                a, b = i * BLOCK, (i + 1) * BLOCK
-                for _ in range(times):
-                    await engine.write(local[a:b], target[a:b])
 
-            async def run(times: int) -> int:
-                start = perf_counter_ns()
-                tasks = [asyncio.create_task(writer(i, times)) for i in range(FLIGHT)]
-                await asyncio.sleep(0)  # every writer has begun
-                peaks[label] = max(peaks.get(label, 0), engine.in_flight)
-                await asyncio.gather(*tasks)
-                return perf_counter_ns() - start
+def _writers(engine: Engine, local: Any, target: Any, size: int, label: str, depths: list[int]) -> Rung:
+    """64 writers; the first one looks how many operations are in flight each time before it adds one."""
 
-            return Rung(label, run, share=FLIGHT)
+    async def writer(i: int, times: int) -> None:
+        a, b = i * size, (i + 1) * size
+        for _ in range(times):
+            if i == 0:
+                depths.append(engine.in_flight)
+            await engine.write(local[a:b], target[a:b])
 
-        rungs = [copy, writers("inline", pair.engine, pair.local, pair.remote), writers("threads", threads, kv, remote)]
-        # Starting 64 tasks takes a while, so a block must be long beside it.
-        pace = Pace(plan.pace.blocks, plan.pace.seconds * 5)
-        series = await interleave(rungs, pace)
-        for figure in compare(series, part="flight", loop=loop, case="hot", verb="write", nbytes=BLOCK):
-            extra = {"per_second": 1e9 / figure.value.median}
-            if figure.rung in peaks:
-                extra["in_flight"] = peaks[figure.rung]
-            yield replace(figure, extra=extra)
+    async def run(times: int) -> int:
+        start = perf_counter_ns()
+        await asyncio.gather(*(writer(i, times) for i in range(FLIGHT)))
+        return perf_counter_ns() - start
+
+    return Rung(label, run, share=FLIGHT)
+
+
+# ---- at full speed ---------------------------------------------------------------------------------------------------
+
+
+async def measure_rate(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
+    """CPU time of large writes, one after another, beside the bare copy's: what is compared is time on a CPU."""
+    for size in (size for size in plan.sizes if size >= RATE_FROM):
+        rungs = [rung for rung in _range_rungs(pair, "write", size) if rung.name in ("copy", "fresh")]
+        series = await interleave(rungs, plan.pace if size < LARGE else plan.slow_pace)
+        by_cpu = [replace(one, nanoseconds=one.cpu) for one in series]
+        for figure, one in zip(
+            compare(by_cpu, part="rate", loop=loop, case="CPU time", verb="write", nbytes=size), series, strict=True
+        ):
+            extra = {
+                "GB_per_second": size / statistics.median(one.nanoseconds),
+                "cpu_s_per_GB": figure.value.median / size,
+            }
+            yield replace(figure, cpu_ns=None, extra=extra)

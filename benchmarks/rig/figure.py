@@ -40,6 +40,12 @@ class Figure:
         """Plain data."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Figure:
+        """What `as_json` made plain."""
+        ratio = Estimate(**data["ratio"]) if data["ratio"] is not None else None
+        return cls(**{**data, "value": Estimate(**data["value"]), "ratio": ratio})
+
 
 def compare(
     series: Sequence[Series],

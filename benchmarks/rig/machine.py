@@ -5,13 +5,45 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import hixl_async
 
-__all__ = ["commit", "machine", "versions"]
+__all__ = ["commit", "heading", "machine", "preamble", "versions"]
+
+
+def preamble(benchmark: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """What every report begins with."""
+    return {
+        "schema": 1,
+        "benchmark": benchmark,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": 0.0,
+        "arguments": list(arguments),
+        "commit": commit(Path(__file__).parent),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def heading(report: dict[str, Any]) -> list[str]:
+    """The same for people: what was measured, and on what."""
+    about, found = report["machine"], report["versions"]
+    others = ", ".join(f"{name} {number or 'not installed'}" for name, number in found.items() if name != "hixl_async")
+    lines = [
+        f"hixl_async {found['hixl_async']}, commit {report['commit'] or 'unknown'}: "
+        f"{report['benchmark'].replace('_', ' ')}, {report['started']}, {report['seconds']:g} s",
+        f"{about['cpu']}, {about['cpus']} CPUs, {about['memory_bytes'] >> 30} GiB, Linux {about['kernel']}, "
+        f"{about['libc']}, load {about['load_1min']:.2f} at the start",
+        others,
+    ]
+    if about["load_1min"] > about["cpus"] / 2:
+        lines.append("Other programs keep this machine busy: trust ratios only, those with a narrow interval.")
+    return lines
 
 
 def machine() -> dict[str, Any]:

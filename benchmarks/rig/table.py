@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rig.blocks import Estimate
 from rig.figure import Figure
 
-__all__ = ["nbytes", "render", "seconds"]
+__all__ = ["align", "digits", "nbytes", "render", "seconds"]
 
 #: What the columns and rows are, in words.
 LEGEND = {
@@ -22,7 +22,9 @@ TITLES = {
     "range": "One range, hot memory",
     "list": "256 blocks of 4 KiB in random order on both sides, one call",
     "post": "10,000 blocks of 4 KiB, one call, array in",
-    "flight": "64 coroutines, each writes 4 KiB after 4 KiB (time per write)",
+    "flight": "64 coroutines, each writes block after block (time per write)",
+    "rate": "CPU time of one large write",
+    "streaming": "What is left of the transfer when the computation is over",
     "notify": "Write + notify, one way, until the other process's coroutine runs",
     "stall": "The longest gap of a 1 ms ticker on the loop",
     "touch": "Memory that nobody has touched",
@@ -34,8 +36,8 @@ def seconds(nanoseconds: float) -> str:
     """Three digits and a unit."""
     for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         if nanoseconds >= 0.9995 * size:
-            return f"{_digits(nanoseconds / size)} {unit}"
-    return f"{_digits(nanoseconds)} ns"
+            return f"{digits(nanoseconds / size)} {unit}"
+    return f"{digits(nanoseconds)} ns"
 
 
 def nbytes(count: int) -> str:
@@ -46,18 +48,19 @@ def nbytes(count: int) -> str:
     return f"{count} B"
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
+    """Three of them."""
     if value < 0.1:
         return f"{value:.2g}"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def _times(ratio: Estimate) -> str:
-    return f"x{_digits(ratio.median)}"
+    return f"x{digits(ratio.median)}"
 
 
 def _interval(ratio: Estimate) -> str:
-    return f"x{_digits(ratio.low)}..{_digits(ratio.high)}"
+    return f"x{digits(ratio.low)}..{digits(ratio.high)}"
 
 
 def render(figures: Sequence[Figure]) -> Iterator[str]:
@@ -85,9 +88,9 @@ def _matrix(figures: Sequence[Figure]) -> Iterator[str]:
         rows = [[verb or "", *rungs, f"{rungs[-1]}, rate"]]
         for size in dict.fromkeys(figure.bytes for figure in figures):
             line = [cells[verb, size, rung] for rung in rungs]
-            rate = f"{_digits(size / line[-1].value.median)} GB/s"
+            rate = f"{digits(size / line[-1].value.median)} GB/s"
             rows.append([nbytes(size), *(_cell(figure) for figure in line), rate])
-        yield from _align(rows)
+        yield from align(rows)
 
 
 def _cell(figure: Figure) -> str:
@@ -100,11 +103,11 @@ def _rows(figures: Sequence[Figure]) -> Iterator[str]:
     rows = [["", "rung", "median", "95 %", "ratio", "95 %", "to", "CPU"]]
     for figure in figures:
         value, ratio = figure.value, figure.ratio
-        extra = ", ".join(f"{name.replace('_', ' ')} {number:,.0f}" for name, number in figure.extra.items())
+        extra = ", ".join(f"{name.replace('_', ' ')} {_number(number)}" for name, number in figure.extra.items())
         several = figure.blocks > 1
         rows.append(
             [
-                f"{figure.verb or ''} {figure.case}".strip(),
+                " ".join(filter(None, (figure.verb, figure.case, nbytes(figure.bytes) if figure.bytes else ""))),
                 figure.rung,
                 seconds(value.median),
                 f"{seconds(value.low)} .. {seconds(value.high)}" if several else "",
@@ -115,10 +118,15 @@ def _rows(figures: Sequence[Figure]) -> Iterator[str]:
                 extra,
             ]
         )
-    yield from _align(rows)
+    yield from align(rows)
 
 
-def _align(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else digits(value)
+
+
+def align(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Rows of cells as lines of columns."""
     table = list(rows)
     width = max(len(row) for row in table)
     padded = [[*row, *[""] * (width - len(row))] for row in table]

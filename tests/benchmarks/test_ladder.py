@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import hixl_async
-
-LADDER = Path(__file__).resolve().parents[2] / "benchmarks" / "ladder.py"
+from .program import run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,10 +23,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ladder(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # The package that is tested here, installed or not.
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(hixl_async.__file__).parents[1])}
-    command = [sys.executable, str(LADDER), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    return run("ladder.py", *arguments, XDG_CACHE_HOME=str(cache))
 
 
 def check_estimate(value: dict[str, float]) -> None:
@@ -54,7 +47,7 @@ def check_figure(figure: dict[str, Any]) -> None:
 
 def test_every_part_in_json_and_for_people(cache: Path, tmp_path: Path) -> None:
     target = tmp_path / "ladder.json"
-    done = ladder(cache, "--quick", "--loop", "asyncio", "--sizes", "8", "4KiB", "--json", str(target))
+    done = ladder(cache, "--quick", "--loop", "asyncio", "--sizes", "8", "1MiB", "--json", str(target))
     assert done.returncode == 0, done.stderr
     report = json.loads(target.read_text())
     assert (report["schema"], report["benchmark"]) == (1, "ladder")
@@ -66,13 +59,13 @@ def test_every_part_in_json_and_for_people(cache: Path, tmp_path: Path) -> None:
     for figure in figures:
         check_figure(figure)
     assert {figure["part"] for figure in figures} == {
-        *("range", "list", "post", "flight", "notify", "stall", "touch", "idle")
+        *("range", "list", "post", "flight", "rate", "notify", "stall", "touch", "idle")
     }
     ranges = [(f["verb"], f["bytes"], f["rung"]) for f in figures if f["part"] == "range"]
     rungs = ("copy", "driver", "core", "ready", "fresh")
-    assert ranges == [(verb, size, rung) for verb in ("write", "read") for size in (8, 4096) for rung in rungs]
+    assert ranges == [(verb, size, rung) for verb in ("write", "read") for size in (8, 1 << 20) for rung in rungs]
     # For people: each figure of a range stands beside its ratio.
-    row = next(line for line in done.stdout.splitlines() if line.startswith("  4 KiB"))
+    row = next(line for line in done.stdout.splitlines() if line.startswith("  1 MiB"))
     assert row.count(" x") == len(rungs) - 1
 
 

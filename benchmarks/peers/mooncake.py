@@ -1,0 +1,89 @@
+"""Mooncake's transfer engine over TCP."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from time import perf_counter_ns, sleep
+from typing import Any
+
+import numpy as np
+from rig.side import BLOCK_STRIDE, Work, page_memory
+
+__all__ = ["Initiator", "target"]
+
+WORD = 8
+#: In one batch its queues overflow beyond this.
+MOST_BLOCKS = 4096
+
+
+def _engine(size: int, fill: int) -> tuple[Any, memoryview, int]:
+    from mooncake.engine import TransferEngine
+
+    engine = TransferEngine()
+    memory = page_memory(size, fill)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0 or engine.register_memory(address, size) != 0:
+        raise RuntimeError("Mooncake's engine does not start")
+    return engine, memory, address
+
+
+def target(line: Connection, size: int, options: dict[str, str]) -> None:
+    """Owns the memory; its engine has threads that receive."""
+    engine, memory, address = _engine(size, 0)
+    line.send((f"127.0.0.1:{engine.get_rpc_port()}", address))
+    while True:
+        line.send(bytes(memory[: line.recv()]))
+
+
+class Initiator:
+    """Calls that block until the write is done; several in flight are submitted and asked for."""
+
+    def __init__(self, line: Connection, size: int, options: dict[str, str]) -> None:
+        self._engine, self._memory, self._address = _engine(size, 7)
+        self._peer, self._remote = line.recv()
+        self._write(Work("write", size), 1)
+        line.send(WORD)
+        if line.recv() != bytes([7]) * WORD:
+            raise RuntimeError("the write did not arrive")
+
+    def run(self, work: Work, times: int) -> int | None:
+        """See `rig.side.Initiator`."""
+        if work.kind == "idle":
+            start = perf_counter_ns()
+            sleep(work.parts / 1000)
+            return perf_counter_ns() - start
+        if work.kind == "write":
+            return self._write(work, times)
+        if work.kind == "flight":
+            return self._fly(work, times)
+        if work.kind in ("list", "rows") and work.parts <= MOST_BLOCKS:
+            return self._list(work, times)
+        return None
+
+    def _write(self, work: Work, times: int) -> int:
+        engine, peer, here, there = self._engine, self._peer, self._address, self._remote
+        start = perf_counter_ns()
+        for _ in range(times):
+            if engine.transfer_sync_write(peer, here, there, work.size) != 0:
+                raise RuntimeError("Mooncake: a write failed")
+        return perf_counter_ns() - start
+
+    def _list(self, work: Work, times: int) -> int:
+        offsets = range(0, work.span, work.size * BLOCK_STRIDE)
+        here, there = ([base + offset for offset in offsets] for base in (self._address, self._remote))
+        lengths = [work.size] * work.parts
+        start = perf_counter_ns()
+        for _ in range(times):
+            if self._engine.batch_transfer_sync_write(self._peer, here, there, lengths) != 0:
+                raise RuntimeError("Mooncake: a batch failed")
+        return perf_counter_ns() - start
+
+    def _fly(self, work: Work, times: int) -> int:
+        engine, peer = self._engine, self._peer
+        pairs = [(self._address + i * work.size, self._remote + i * work.size) for i in range(work.parts)]
+        start = perf_counter_ns()
+        for _ in range(times):
+            flying = [engine.transfer_submit_write(peer, here, there, work.size) for here, there in pairs]
+            while flying:
+                flying = [number for number in flying if engine.transfer_check_status(number) == 0]
+        return perf_counter_ns() - start

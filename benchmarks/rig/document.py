@@ -1,0 +1,142 @@
+"""What a run found, in words and pictures: RESULTS.md and the README's charts, from the JSON of the benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rig import charts
+from rig.blocks import estimate
+from rig.goals import Reports, goals
+from rig.table import digits, nbytes, seconds
+
+__all__ = ["document", "draw"]
+
+#: A report by its benchmark's name.
+Found = dict[str, dict[str, Any]]
+#: Makes the lines of a report for people.
+Render = Callable[[dict[str, Any]], Iterable[str]]
+
+TITLES = {
+    "ladder": "The ladder: bare copy, driver, core, engine",
+    "side_by_side": "Side by side with its peers",
+    "streaming": "Layer by layer over a paced link",
+    "sweep": "Prefill and decode, one-sided and two-sided",
+}
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str]) -> Iterator[str]:
+    """RESULTS.md, line by line."""
+    first = next(iter(reports.values()))
+    about = first["machine"]
+    yield "# Results"
+    yield ""
+    yield "Written by `benchmarks/report.py`. Medians, and ratios to a floor or a peer of the same run; in brackets their 95 %"
+    yield "interval. Ratios are formed turn by turn, so that what else the machine did cancels out."
+    yield ""
+    memory = f"{about['memory_bytes'] / 2**30:.0f} GiB"
+    yield f"- Machine: {about['cpu']}, {about['cpus']} CPUs, {memory}, Linux {about['kernel']}, {about['libc']}"
+    yield f"- Versions: {', '.join(f'{name} {number}' for name, number in first['versions'].items() if number)}"
+    commits = dict.fromkeys(report["commit"] or "unknown" for report in reports.values())
+    yield f"- Commit: {', '.join(commits)}"
+    for name, report in reports.items():
+        words = [word for word in report["arguments"] if word != "--json" and not word.endswith(".json")]
+        yield (
+            f"- `python benchmarks/{' '.join([f'{name}.py', *words])}`: {report['started']}, {report['seconds']:g} s, "
+            f"load {report['machine']['load_1min']:.1f} at the start"
+        )
+    peers = reports.get("side_by_side", {}).get("contestants", ())
+    if peers:
+        yield f"- Peers: {'; '.join(_peer(peer) for peer in peers if not peer['name'].startswith('hixl_async'))}"
+    yield ""
+    yield "## Goals"
+    yield ""
+    yield "| figure | goal | measured | |"
+    yield "|---|---|---|---|"
+    for row in goals(Reports(reports)):
+        yield f"| {row.figure} | {row.goal} | {row.measured} | {row.verdict} |"
+    yield ""
+    for picture in pictures:
+        yield f"![{Path(picture).stem}]({picture})"
+        yield ""
+    for name, report in reports.items():
+        yield f"## {TITLES[name]}"
+        yield ""
+        yield "```"
+        yield from list(renders[name](report))[1:]
+        yield "```"
+        yield ""
+
+
+def _peer(peer: dict[str, str]) -> str:
+    if peer["state"] == "measured":
+        return " ".join(filter(None, (peer["name"], peer["version"])))
+    return f"{peer['name']} {peer['state']}"
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def draw(reports: Found) -> Iterator[tuple[str, str]]:
+    """Names and texts of the pictures that can be drawn."""
+    if "side_by_side" in reports:
+        series = reports["side_by_side"]["series"]
+        panels = [
+            charts.Panel(title, _bars(series, kind, size, count, column, share))
+            for title, kind, size, count, column, share in (
+                ("One 4 KiB write, awaited", "write", 4096, 1, "nanoseconds", 1),
+                ("256 blocks of 4 KiB in one prepared call", "list", 4096, 256, "nanoseconds", 1),
+                ("64 writes of 4 KiB in flight, the time of one", "flight", 4096, 64, "nanoseconds", 1),
+            )
+        ]
+        subtitle = "Two processes on one host, medians of one run, logarithmic; shorter is better"
+        if panels := [panel for panel in panels if panel.bars]:
+            yield "latency.svg", charts.bars("How long a transfer takes", subtitle, panels)
+        panels = [
+            charts.Panel(f"{nbytes(size)} after {nbytes(size)}", _bars(series, "write", size, 1, "cpu", size))
+            for size in (64 << 10, 1 << 20, 16 << 20)
+        ]
+        subtitle = "CPU seconds of both processes for one GB, logarithmic; shorter is better"
+        if panels := [panel for panel in panels if panel.bars]:
+            yield "cpu.svg", charts.bars("What a transfer costs", subtitle, panels)
+    if "sweep" in reports:
+        yield "sweep.svg", _sweep(reports["sweep"])
+
+
+def _bars(series: list[dict[str, Any]], kind: str, size: int, count: int, column: str, share: int) -> list[charts.Bar]:
+    found = []
+    for one in series:
+        if (one["kind"], one["size"], one["parts"]) == (kind, size, count) and "ready" not in one["contestant"]:
+            value = estimate(one[column]).median / share
+            text = digits(value) if column == "cpu" else seconds(value)
+            found.append(charts.Bar(one["contestant"], value, text, one["contestant"].startswith("hixl_async")))
+    return sorted(found, key=lambda bar: bar.value)
+
+
+def _sweep(report: dict[str, Any]) -> str:
+    cases = [case for case in report["cases"] if case["loop"] == report["cases"][-1]["loop"]]
+    counts = sorted({case["requests"] for case in cases})
+    plots = []
+    for tokens in sorted({case["tokens"] for case in cases}):
+        lines = [
+            charts.Curve(
+                carrier,
+                [
+                    estimate([turn["exposed_ns"] for turn in case["turns"]]).median / 1e6
+                    for count in counts
+                    for case in cases
+                    if (case["tokens"], case["requests"], case["carrier"]) == (tokens, count, carrier)
+                ],
+            )
+            for carrier in dict.fromkeys(case["carrier"] for case in cases)
+        ]
+        plots.append(charts.Plot(f"{tokens} tokens", [str(count) for count in counts], lines))
+    title = f"{report['model']}, one of {report['ranks']} ranks: what the transfer adds to the first token"
+    subtitle = (
+        f"Time from the end of prefill until decoding can begin, by requests at once; {cases[0]['loop']}, logarithmic"
+    )
+    return charts.curves(title, subtitle, plots, "ms")

@@ -1,0 +1,242 @@
+"""What hixl_async aims at, and how far it got, from the reports of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rig.blocks import Estimate, estimate
+from rig.figure import Figure
+from rig.table import digits, nbytes, seconds
+
+__all__ = ["Reports", "Row", "goals"]
+
+KIB, MIB = 1 << 10, 1 << 20
+TWO_SIDED_SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
+NIXL_SPIN, NIXL_ASYNCIO, GLOO = "NIXL noPT, spinning", "NIXL noPT, asyncio", "gloo"
+TCP = ("uvloop streams", "sock_recv_into")
+
+
+class Row(NamedTuple):
+    """One aim."""
+
+    #: What was measured.
+    figure: str
+    #: What it should be, in words.
+    goal: str
+    #: What it is.
+    measured: str
+    #: How much of a miss is left, 0 or less if it is met, as a part of the goal; None if there is no goal, or no figure.
+    missed: float | None
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.missed is None:
+            return "" if self.measured else "not measured"
+        return "met" if self.missed <= 0 else f"missed by {self.missed * 100:.0f} %"
+
+
+def at_most(figure: str, value: float | None, limit: float, goal: str, text: str) -> Row:
+    """`value` should not exceed `limit`."""
+    return Row(figure, goal, text if value is not None else "", value / limit - 1 if value is not None else None)
+
+
+def at_least(figure: str, value: float | None, limit: float, goal: str, text: str) -> Row:
+    """`value` should reach `limit`."""
+    return Row(figure, goal, text if value is not None else "", 1 - value / limit if value is not None else None)
+
+
+class Reports:
+    """The JSON reports of one run, by the names of their benchmarks."""
+
+    def __init__(self, reports: dict[str, dict[str, Any]]) -> None:
+        self._figures = [
+            Figure.from_json(figure)
+            for name in ("ladder", "streaming")
+            for figure in reports.get(name, {}).get("figures", ())
+        ]
+        self._series = reports.get("side_by_side", {}).get("series", ())
+
+    @property
+    def loops(self) -> list[str]:
+        """The event loops of the run."""
+        return list(dict.fromkeys(figure.loop for figure in self._figures)) or ["asyncio", "uvloop"]
+
+    def figure(self, part: str, loop: str, rung: str, **words: Any) -> Figure | None:
+        """The one of the ladder, or of the streams, that has these words."""
+        for one in self._figures:
+            if (one.part, one.loop, one.rung) == (part, loop, rung) and all(
+                getattr(one, name) == word for name, word in words.items()
+            ):
+                return one
+        return None
+
+    def figures(self, part: str, loop: str) -> list[Figure]:
+        """All of a part."""
+        return [figure for figure in self._figures if (figure.part, figure.loop) == (part, loop)]
+
+    def turns(self, kind: str, size: int, contestant: str, what: str = "nanoseconds", parts: int = 1) -> list[float]:
+        """What a contestant needed in each turn; empty if it did not take part."""
+        for one in self._series:
+            if (one["kind"], one["size"], one["parts"], one["contestant"]) == (kind, size, parts, contestant):
+                return list(one[what])
+        return []
+
+    def ratio(self, ours: list[float], theirs: list[float]) -> Estimate | None:
+        """Of theirs to ours, turn by turn."""
+        if not ours or not theirs:
+            return None
+        return estimate([them / us for us, them in zip(ours, theirs, strict=True)])
+
+
+def goals(reports: Reports) -> Iterator[Row]:
+    """Every aim, in the order in which they were set."""
+    for loop in reports.loops:
+        yield from _small(reports, loop)
+    for loop in reports.loops:
+        yield from _lists(reports, loop)
+    for loop in reports.loops:
+        yield from _flight(reports, loop)
+    for loop in reports.loops:
+        yield from _large(reports, loop)
+    for loop in reports.loops:
+        yield from _wakes(reports, loop)
+    for loop in reports.loops:
+        yield from _streams(reports, loop)
+    for loop in reports.loops:
+        yield from _two_sided(reports, loop)
+
+
+def _small(reports: Reports, loop: str) -> Iterator[Row]:
+    for slices in ("fresh", "ready"):
+        name = f"hixl_async, {loop}" + (", ready slices" if slices == "ready" else "")
+        what = f"`await engine.write(...)`, 4 KiB, {slices} slices, {loop}"
+        ours = reports.turns("write", 4 * KIB, name)
+        value = estimate(ours).median if ours else None
+        yield at_most(what, value, 1000, "<= 1 us", seconds(value or 0))
+        for them, limit in ((NIXL_SPIN, 5), (NIXL_ASYNCIO, 20)):
+            yield _faster(f"the same against {them}", reports.ratio(ours, reports.turns("write", 4 * KIB, them)), limit)
+
+
+def _faster(what: str, ratio: Estimate | None, limit: float) -> Row:
+    return at_least(what, ratio.median if ratio else None, limit, f">= {limit:g}x faster", f"{_interval(ratio)} faster")
+
+
+def _interval(ratio: Estimate | None) -> str:
+    return f"{digits(ratio.median)}x ({digits(ratio.low)}..{digits(ratio.high)})" if ratio else ""
+
+
+def _ratio_row(what: str, figure: Figure | None, limit: float, goal: str) -> Row:
+    value = figure.ratio.median if figure and figure.ratio else None
+    text = f"{_interval(figure.ratio)}: {seconds(figure.value.median)}" if figure else ""
+    return at_most(what, value, limit, goal, text)
+
+
+def _lists(reports: Reports, loop: str) -> Iterator[Row]:
+    for case in ("hot", "cold"):
+        figure = reports.figure("list", loop, "prepared", case=case, verb="write")
+        yield _ratio_row(f"256 x 4 KiB, one prepared call, {case}, {loop}", figure, 1.3, "<= 1.3 x the bare copies")
+    touch = reports.figure("touch", loop, "first write")
+    yield Row(
+        f"first touch of fresh memory, {loop}", "", _interval(touch.ratio) + " a second write" if touch else "", None
+    )
+
+
+def _flight(reports: Reports, loop: str) -> Iterator[Row]:
+    for size in (4 * KIB, 64 * KIB):
+        what = f"64 coroutines x {nbytes(size)}, {loop}"
+        for rung in ("inline", "threads", "faulty"):
+            figure = reports.figure("flight", loop, rung, bytes=size)
+            rate = figure.extra["per_second"] if figure else None
+            depth = figure.extra["in_flight"] if figure else 0.0
+            text = f"{(rate or 0) / 1e3:,.0f} k/s, {depth:.0f} in flight"
+            if size > 4 * KIB:
+                yield Row(f"{what}, {rung}", "", text if figure else "", None)
+            elif rung == "inline":
+                yield at_least(f"{what}, {rung}", rate, 1e6, ">= 1 M/s", text)
+            else:
+                goal = ">= 300 k/s, >= 32 in flight"
+                yield at_least(f"{what}, {rung}", min(rate / 3e5, depth / 32) if rate else None, 1, goal, text)
+        ours, theirs = (reports.turns("flight", size, name, parts=64) for name in (f"hixl_async, {loop}", NIXL_SPIN))
+        ratio = reports.ratio(ours, theirs)
+        if size > 4 * KIB:
+            yield Row(f"the same against {NIXL_SPIN}", "", f"{_interval(ratio)} as many" if ratio else "", None)
+        else:
+            yield at_least(
+                f"the same against {NIXL_SPIN}",
+                ratio.median if ratio else None,
+                4,
+                ">= 4x",
+                f"{_interval(ratio)} as many",
+            )
+
+
+def _large(reports: Reports, loop: str) -> Iterator[Row]:
+    figure = reports.figure("range", loop, "fresh", verb="write", bytes=128 * MIB)
+    speed = 1 / figure.ratio.median if figure and figure.ratio else None
+    yield at_least(f"128 MiB write, {loop}", speed, 0.95, ">= 0.95 x memcpy", f"{digits(speed or 0)} x memcpy")
+    stall = reports.figure("stall", loop, "write")
+    value = stall.value.median if stall else None
+    text = f"{seconds(value or 0)}, the ticker's 1 ms included"
+    yield at_most(f"the loop's longest gap under it, {loop}", value, 2e6, "< 2 ms", text)
+    posted = reports.figure("post", loop, "posted")
+    value = posted.value.median if posted else None
+    yield at_most(
+        f"10,000 descriptors, array in: loop time of the post, {loop}", value, 5e5, "<= 0.5 ms", seconds(value or 0)
+    )
+    landed = reports.figure("post", loop, "landed")
+    text = f"{seconds(landed.value.median)}, {_interval(landed.ratio)} the bare copies" if landed else ""
+    yield Row(f"the same until the last is complete, {loop}", "", text, None)
+    for rate in (one for one in reports.figures("rate", loop) if one.rung == "fresh"):
+        what = f"CPU s per GB, {nbytes(rate.bytes)} writes, {loop}"
+        text = f"{_interval(rate.ratio)}: {digits(rate.extra['cpu_s_per_GB'])} s"
+        yield at_most(what, rate.ratio.median if rate.ratio else None, 1.2, "<= 1.2 x memcpy's", text)
+
+
+def _wakes(reports: Reports, loop: str) -> Iterator[Row]:
+    figure = reports.figure("notify", loop, "write + notify")
+    what = f"write + notify until the other process's coroutine runs, {loop}"
+    yield _ratio_row(what, figure, 1.25, "<= 1.25 x a bare eventfd")
+    theirs = reports.turns("notify", 8, NIXL_SPIN)
+    if theirs:
+        yield Row(f"the same by {NIXL_SPIN} on both sides", "", seconds(estimate(theirs).median), None)
+    idle = next((one for one in reports.figures("idle", loop) if one.rung == "engine"), None)
+    value = idle.value.median / 1e9 if idle else None
+    yield at_most(
+        f"idle engine, {idle.case if idle else ''}, {loop}", value, 0.02, "< 0.02 CPU s", f"{value or 0:.4f} s"
+    )
+
+
+def _streams(reports: Reports, loop: str) -> Iterator[Row]:
+    for figure in (one for one in reports.figures("streaming", loop) if one.rung == "exposed"):
+        what = f"layer streaming, {figure.case}, TP8, {nbytes(figure.bytes)} a layer: exposed, {loop}"
+        yield _ratio_row(what, figure, 1.3, "<= 1.3 x one layer")
+
+
+def _two_sided(reports: Reports, loop: str) -> Iterator[Row]:
+    ours = f"hixl_async, {loop}"
+    for kind, told in (("write", ""), ("deliver", ", receiver told and answering")):
+        for size in TWO_SIDED_SIZES:
+            there = [name for name in TCP if reports.turns(kind, size, name)]
+            best = min(there, key=lambda name: estimate(reports.turns(kind, size, name)).median, default=TCP[-1])
+            for them in (best, GLOO):
+                less = [
+                    (1 - ratio.median) * 100 if ratio else None
+                    for ratio in (
+                        reports.ratio(*(reports.turns(kind, size, name, column) for name in (them, ours)))
+                        for column in ("nanoseconds", "cpu")
+                    )
+                ]
+                yield _lower(f"{nbytes(size)} against {them}{told}, {loop}", less[0], less[1], kind == "write")
+
+
+def _lower(what: str, latency: float | None, cpu: float | None, aimed: bool) -> Row:
+    goal = "latency >= 40 %, CPU >= 60 % lower" if aimed else ""
+    if latency is None or cpu is None:
+        return Row(what, goal, "", None)
+    text = ", ".join(
+        f"{word} {abs(less):.0f} % {'lower' if less >= 0 else 'higher'}"
+        for word, less in (("latency", latency), ("CPU", cpu))
+    )
+    return Row(what, goal, text, max(1 - latency / 40, 1 - cpu / 60) if aimed else None)

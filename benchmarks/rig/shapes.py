@@ -1,0 +1,48 @@
+"""The KV caches of public models, as one rank of several sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hixl_async.kv import Layout
+
+__all__ = ["SHAPES", "Shape"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model's cache, of 2-byte elements, and what a token costs to prefill."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    #: Parameters that take part in a token, in billions.
+    active: float
+    #: A latent instead of keys and values: every rank holds all of it.
+    latent: bool = False
+
+    def layout(self, ranks: int, block_tokens: int) -> Layout:
+        """What one of `ranks` holds.
+
+        A latent of 512 + 64 elements counts as two halves of 288: the same bytes, in as many runs.
+        """
+        if self.latent:
+            return Layout(self.layers, 1, self.head_dim // 2, "bfloat16", block_tokens)
+        return Layout(self.layers, max(1, self.kv_heads // ranks), self.head_dim, "bfloat16", block_tokens)
+
+    def layer_seconds(self, tokens: int, ranks: int, flops: float) -> float:
+        """Time that `ranks` devices of `flops` each take to compute one layer of a prompt: two operations a parameter."""
+        return 2e9 * self.active * tokens / (ranks * flops) / self.layers
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("SmolLM2-135M", 30, 3, 64, 0.135),
+        Shape("Llama-3-8B", 32, 8, 128, 8),
+        Shape("Llama-3-70B", 80, 8, 128, 70),
+        Shape("Qwen3-235B-A22B", 94, 4, 128, 22),
+        Shape("DeepSeek-V3", 61, 1, 576, 37, latent=True),
+    )
+}

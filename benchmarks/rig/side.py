@@ -1,0 +1,86 @@
+"""What two processes of one contestant are asked to do, and what every adapter in `peers` has in common."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple, Protocol
+
+__all__ = ["ASK", "BLOCK_STRIDE", "Initiator", "Kind", "Work", "new_loop", "page_memory", "serve_line"]
+
+Kind = Literal["write", "list", "rows", "flight", "notify", "deliver", "idle"]
+
+#: What each kind of work is, in words.
+ASK: dict[Kind, str] = {
+    "write": "one range after another, each until its bytes are in the other process's memory, and this one knows it",
+    "list": "blocks that do not touch, in one call that was prepared before",
+    "rows": "the same, from an array of offsets, with nothing prepared",
+    "flight": "so many operations in flight; the time of one",
+    "notify": "a write and its notification, one way: half of a round trip of such",
+    "deliver": "a write, its notification, and the answer of the other side's program: a round trip",
+    "idle": "nothing",
+}
+
+#: Blocks of a list begin so many of their sizes apart, so that no two can be merged.
+BLOCK_STRIDE = 2
+
+
+class Work(NamedTuple):
+    """One kind of operation."""
+
+    kind: Kind
+    #: Bytes of one operation, or of each of its blocks.
+    size: int = 0
+    #: Blocks of a list, operations in flight, or idle milliseconds.
+    parts: int = 1
+
+    @property
+    def span(self) -> int:
+        """Bytes of memory that it goes over."""
+        return self.size * (1 if self.parts == 1 else self.parts * BLOCK_STRIDE)
+
+
+class Initiator(Protocol):
+    """The side that starts transfers, in a process of its own; made with the line to the target's process."""
+
+    def run(self, work: Work, times: int) -> int | None:
+        """Does `work` that many times; nanoseconds, or None if there is no way to do it."""
+
+
+def new_loop(kind: str) -> asyncio.AbstractEventLoop:
+    """An event loop of that kind, ``"asyncio"`` or ``"uvloop"``, the current one from now on."""
+    loop: asyncio.AbstractEventLoop
+    if kind == "uvloop":
+        import uvloop
+
+        loop = uvloop.new_event_loop()
+    else:
+        loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop
+
+
+def page_memory(size: int, fill: int) -> memoryview:
+    """Memory of its own pages, every one touched."""
+    memory = memoryview(mmap.mmap(-1, size))
+    memory[:] = bytes([fill]) * size
+    return memory
+
+
+async def serve_line(line: Connection, handle: Callable[[Any], Awaitable[Any]]) -> None:
+    """Answers what comes over `line` by `handle`, on the running loop, until the other end is closed."""
+    ready = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(line.fileno(), ready.set)
+    try:
+        while True:
+            await ready.wait()
+            ready.clear()
+            while line.poll():
+                line.send(await handle(line.recv()))
+    except EOFError:
+        pass
+    finally:
+        loop.remove_reader(line.fileno())

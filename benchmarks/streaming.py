@@ -1,0 +1,126 @@
+"""Layer by layer over a paced link: how much of a KV cache's transfer is left when the computation is over.
+
+::
+
+    python benchmarks/streaming.py
+    python benchmarks/streaming.py --quick --json -
+
+A prefill process computes a prompt's layers (it waits as long as a device would) and pushes each as soon as it is done;
+a decode process sees them land.  Both processes are real, the link is shared memory slowed down to `--rate` by the
+driver `faulty`, and computing a layer takes `--slack` times as long as its transfer does there, so that a stream can
+hide all but the last one.  The floor is one layer's transfer, measured in the same turns over the same link.
+
+The JSON (schema 1): schema, benchmark ("streaming"), started, seconds, arguments, commit, machine, versions as of
+ladder.py; rate, in bytes per second; and figures as of ladder.py, with part "streaming", the model as case, and
+
+    rung "layer"      one layer's transfer, awaited: the floor
+    rung "exposed"    from the end of the computation until the last layer is there
+    rung "whole"      what it would be without streaming: one layer's transfer, as many times as there are layers
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from time import perf_counter_ns
+from typing import Any
+
+from rig import table
+from rig.blocks import Series
+from rig.carriers import Load, OneSided, one_sided
+from rig.command import add_json_choice, add_loop_choice, loops, publish
+from rig.figure import Figure, compare
+from rig.machine import heading, preamble
+from rig.pair import run_loop
+from rig.prefill import run_requests
+from rig.shapes import SHAPES, Shape
+
+from hixl_async import Batch
+from hixl_async.testing import FaultPlan, faulty
+
+MODELS = ("Llama-3-70B", "DeepSeek-V3")
+RANKS = 8
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="How much of a KV cache's transfer is left when the computation is over."
+    )
+    add = parser.add_argument
+    add_json_choice(parser)
+    add("--quick", action="store_true", help="a short prompt, few turns")
+    add_loop_choice(parser)
+    add("--models", nargs="+", choices=SHAPES, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(SHAPES)}")
+    add("--tokens", type=int, help="of the prompt (4096)")
+    add("--block", type=int, default=16, help="tokens in a block (16)")
+    add("--rate", type=float, default=1e9, help="bytes per second of the link (1e9)")
+    add("--slack", type=float, default=1.25, help="computing a layer takes so many times its transfer (1.25)")
+    add("--turns", type=int, help="requests of each model, one after another (12)")
+    return parser.parse_args(argv)
+
+
+async def measure(shape: Shape, loop: str, options: argparse.Namespace, tokens: int, turns: int) -> list[Figure]:
+    """One model's requests, and one layer's transfer between them."""
+    load = Load(shape.layout(RANKS, options.block), tokens, slots=1, loop=loop)
+    layer_bytes = load.layout.layer_bytes(load.blocks)
+    plan = FaultPlan(seed=1).bandwidth(options.rate)
+    single, exposed, whole = Series("layer", 1), Series("exposed", 1), Series("whole", 1)
+    async with one_sided(load, drivers=faulty("shm", plan)) as carrier:
+        seconds = options.slack * statistics.median([await _one_layer(carrier, load) for _ in range(5)]) / 1e9
+        for turn in range(-1, turns):  # the first one warms up, and its bytes are verified
+            alone = await _one_layer(carrier, load)
+            (course,) = await run_requests(carrier, 1, shape.layers, 1, seconds, check=turn < 0)
+            if turn >= 0:
+                single.nanoseconds.append(alone)
+                exposed.nanoseconds.append(course.exposed)
+                whole.nanoseconds.append(alone * shape.layers)
+    return list(
+        compare(
+            [single, exposed, whole], part="streaming", loop=loop, case=shape.name, verb="write", nbytes=layer_bytes
+        )
+    )
+
+
+async def _one_layer(carrier: OneSided, load: Load) -> int:
+    """The blocks of one layer in one batch, as a stream posts them."""
+    layout, blocks = load.layout, load.blocks
+    order = list(range(blocks))
+    rows = layout.rows(0, order[::2] + order[1::2], order, blocks, blocks)
+    batch = Batch("write", carrier.pool.region, await carrier.peer.region("target"), rows)
+    start = perf_counter_ns()
+    await carrier.pool.engine.submit(batch)
+    return perf_counter_ns() - start
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs all; the exit code."""
+    options = arguments(argv)
+    tokens = options.tokens or (512 if options.quick else 4096)
+    turns = options.turns or (3 if options.quick else 12)
+    report = preamble("streaming", sys.argv[1:] if argv is None else argv)
+    report["rate"] = options.rate
+    began = time.monotonic()
+    figures = []
+    for loop in loops(options.loop):
+        for model in options.models:
+            print(f"{loop}: {model} ...", file=sys.stderr, flush=True)
+            figures += run_loop(measure(SHAPES[model], loop, options, tokens, turns), loop)
+    report["seconds"] = round(time.monotonic() - began, 1)
+    report["figures"] = [figure.as_json() for figure in figures]
+    publish(report, [*heading(report), *render(report)], options.json)
+    return 0
+
+
+def render(report: dict[str, Any]) -> Iterator[str]:
+    """The tables."""
+    yield ""
+    yield f"A link of {report['rate'] / 1e9:g} GB/s; ranks: {RANKS}."
+    yield from table.render([Figure.from_json(figure) for figure in report["figures"]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Goals and what became of them; pictures; and the whole report from JSON that is there."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy")
+
+from rig.charts import Bar, Curve, Panel, Plot, bars, curves
+from rig.goals import NIXL_ASYNCIO, NIXL_SPIN, Reports, Row, goals
+
+from .program import report, run
+
+pytestmark = pytest.mark.timeout(120)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def figure(part: str, rung: str, ratio: float | None, value: float = 1e6, **words: Any) -> dict[str, Any]:
+    estimate = {"median": value, "low": value, "high": value}
+    return {
+        "part": part,
+        "loop": "asyncio",
+        "case": "hot",
+        "rung": rung,
+        "verb": "write",
+        "bytes": 4096,
+        "descriptors": 1,
+        "unit": "ns",
+        "value": estimate,
+        "cpu_ns": None,
+        "floor": "copy",
+        "ratio": None if ratio is None else {"median": ratio, "low": ratio * 0.9, "high": ratio * 1.1},
+        "blocks": 7,
+        "iterations": 1,
+        "extra": {},
+        **words,
+    }
+
+
+def series(contestant: str, nanoseconds: list[float]) -> dict[str, Any]:
+    return {
+        "kind": "write",
+        "size": 4096,
+        "parts": 1,
+        "contestant": contestant,
+        "iterations": 1,
+        "nanoseconds": nanoseconds,
+        "cpu": nanoseconds,
+    }
+
+
+def rows(ladder: Sequence[dict[str, Any]] = (), side_by_side: Sequence[dict[str, Any]] = ()) -> dict[str, Row]:
+    found = goals(Reports({"ladder": {"figures": ladder}, "side_by_side": {"series": side_by_side}}))
+    return {row.figure: row for row in found}
+
+
+def test_ratios_to_a_peer_are_formed_turn_by_turn() -> None:
+    """Both slow down tenfold in the second turn; what is between them stays."""
+    found = Reports({"side_by_side": {"series": []}}).ratio([10, 100, 20], [60, 600, 120])
+    assert found is not None
+    assert (found.low, found.median, found.high) == (6, 6, 6)
+
+
+def test_met_and_missed() -> None:
+    found = rows(
+        [figure("list", "prepared", 1.56), figure("list", "prepared", 1.2, case="cold")],
+        [series("hixl_async, asyncio", [500.0, 400.0, 600.0])],
+    )
+    first = "`await engine.write(...)`, 4 KiB, fresh slices, asyncio"
+    assert (found[first].measured, found[first].verdict) == ("500 ns", "met")
+    assert found["256 x 4 KiB, one prepared call, hot, asyncio"].verdict == "missed by 20 %"
+    assert found["256 x 4 KiB, one prepared call, cold, asyncio"].verdict == "met"
+
+
+def test_ten_times_faster_is_enough_for_one_and_half_for_the_other() -> None:
+    side = [series("hixl_async, asyncio", [1.0]), series(NIXL_SPIN, [10.0]), series(NIXL_ASYNCIO, [10.0])]
+    first = list(goals(Reports({"side_by_side": {"series": side}})))[:3]
+    assert [row.figure for row in first[1:]] == [f"the same against {name}" for name in (NIXL_SPIN, NIXL_ASYNCIO)]
+    assert [row.verdict for row in first] == ["met", "met", "missed by 50 %"]
+
+
+def test_flight_needs_rate_and_depth() -> None:
+    fast = {"per_second": 4e5, "in_flight": 16.0}
+    found = rows([figure("flight", "threads", 2.0, extra=fast)])
+    row = found["64 coroutines x 4 KiB, asyncio, threads"]
+    assert (row.measured, row.verdict) == ("400 k/s, 16 in flight", "missed by 50 %")
+
+
+def test_speed_of_a_copy_is_the_other_way_round() -> None:
+    found = rows([figure("range", "fresh", 1 / 0.96, bytes=128 << 20)])
+    assert found["128 MiB write, asyncio"].verdict == "met"
+    found = rows([figure("range", "fresh", 1 / 0.76, bytes=128 << 20)])
+    assert found["128 MiB write, asyncio"].verdict == "missed by 20 %"
+
+
+def test_against_the_better_of_two() -> None:
+    times = {"hixl_async, asyncio": 30.0, "uvloop streams": 50.0, "sock_recv_into": 90.0, "gloo": 300.0}
+    found = rows(side_by_side=[series(name, [time]) for name, time in times.items()])
+    row = found["4 KiB against uvloop streams, asyncio"]
+    assert (row.measured, row.verdict) == ("latency 40 % lower, CPU 40 % lower", "missed by 33 %")
+    assert found["4 KiB against gloo, asyncio"].verdict == "met"
+
+
+def test_what_was_not_measured_says_so() -> None:
+    found = rows()
+    assert {row.verdict for row in found.values()} <= {"not measured"}
+    assert len(found) > 40
+
+
+def test_bars() -> None:
+    svg = bars("T", "S", [Panel("P", [Bar("ours", 10, "10 us", True), Bar("<theirs>", 1000, "1 ms")])])
+    root = ET.fromstring(svg)
+    first, second = (one for one in root.iter(f"{SVG}rect") if one.get("rx"))
+    assert first.get("fill") != second.get("fill")
+    # Two decades between them, and the first is on the axis' left end.
+    assert float(first.get("width", 0)) == 2
+    assert float(second.get("width", 0)) > 300
+    assert "<theirs>" in {one.text for one in root.iter(f"{SVG}text")}
+
+
+def test_curves() -> None:
+    plots = [Plot("A", ["1", "2"], [Curve("x", [1, 10]), Curve("y", [5, 50])]), Plot("B", ["1"], [Curve("x", [3])])]
+    root = ET.fromstring(curves("T", "S", plots, "ms"))
+    lines = [one.get("points", "").split() for one in root.iter(f"{SVG}polyline")]
+    assert [len(line) for line in lines] == [2, 2, 1]
+    # More is higher: a smaller y.
+    low, high = (float(point.split(",")[1]) for point in lines[0])
+    assert low > high
+
+
+def test_the_report(tmp_path: Path) -> None:
+    """From the reports of two benchmarks, the smallest that there are."""
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    for name, arguments in (
+        ("side_by_side", ("--only", "hixl_async, asyncio", "sock", "--works", "write")),
+        (
+            "sweep",
+            ("--loop", "asyncio", "--tokens", "32", "--requests", "1", "2", "--carriers", "hixl_async", "sockets"),
+        ),
+    ):
+        (reports / f"{name}.json").write_text(json.dumps(report(f"{name}.py", "--quick", *arguments)))
+    done = run("report.py", "--from", str(reports), "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "out" / "RESULTS.md").read_text()
+    assert "| `await engine.write(...)`, 4 KiB, fresh slices, asyncio | <= 1 us | " in text
+    assert "`python benchmarks/side_by_side.py --quick --only" in text
+    for name in ("latency", "cpu", "sweep"):
+        assert f"![{name}]({name}.svg)" in text
+        assert ET.parse(tmp_path / "out" / f"{name}.svg").getroot().tag == f"{SVG}svg"
+    # Every line of a table has as many cells as its head.
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in table} == {5}
+
+
+def test_it_runs_what_it_reports(tmp_path: Path) -> None:
+    done = run("report.py", "--quick", "--only", "streaming", "--to", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "streaming.json").read_text())["benchmark"] == "streaming"
+    assert "layer streaming, Llama-3-70B" in (tmp_path / "out" / "RESULTS.md").read_text()
+    assert run("report.py", "--from", str(tmp_path / "nothing")).returncode == 1
