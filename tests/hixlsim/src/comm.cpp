@@ -226,7 +226,7 @@ class Comm : public Engine {
             links.assign(links_.begin(), links_.end());
         }
         for (const auto &each : links) {
-            const int error = each.second->control->send(Message::heartbeat, "", after(1));
+            const int error = each.second->control->send(Message::heartbeat, "H", after(1));
             if ((error == EPIPE || error == EBADF) && options_.auto_connect) {
                 destroy(each.first);
             }

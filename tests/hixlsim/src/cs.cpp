@@ -46,7 +46,7 @@ class Handles {
     std::vector<void *> free_;
 };
 
-Handles handles;
+Handles &handles = *new Handles;  // threads may outlive statics
 
 // The pool of a device, shared by the engines of the process, which must agree about its size.
 std::shared_ptr<Slots> device_slots(int32_t device, uint64_t limit) {
@@ -171,41 +171,27 @@ class Cs : public Engine {
 
     Status status_of_all(uint32_t most, bool skip_waiting, std::vector<hixl::TransferResult> &results) override {
         results.clear();
-        std::vector<std::pair<void *, Owner>> known;
-        {
-            std::lock_guard<std::mutex> hold(index_guard_);
-            known.reserve(order_.size());
-            for (void *req : order_) {
-                known.emplace_back(req, index_[req]);
-            }
-        }
         std::set<std::string> ended;
-        for (auto &each : known) {
+        for (const Known &known : all_known()) {
             if (results.size() >= most) {
                 break;
             }
-            const LinkPtr link = each.second.link.lock();
-            if (link == nullptr) {
-                erase(each.first);
-                continue;
-            }
-            TransferStatus status = TransferStatus::FAILED;
-            if (ended.count(link->remote) == 0) {
-                const Status answer = query(*link, each.first, status);
+            hixl::TransferResult result;
+            result.req = known.req;
+            result.user_data = known.user_data;
+            result.status = TransferStatus::FAILED;
+            if (ended.count(known.link->remote) == 0) {
+                const Status answer = query(*known.link, known.req, result.status);
                 if (answer != SUCCESS) {
-                    status = TransferStatus::FAILED;
-                    ended.insert(link->remote);
-                    (void)disconnect_on_error(link->remote, answer);
+                    result.status = TransferStatus::FAILED;
+                    ended.insert(known.link->remote);
+                    (void)disconnect_on_error(known.link->remote, answer);
                 }
             }
-            if (status != TransferStatus::WAITING) {
-                erase(each.first);
+            if (result.status != TransferStatus::WAITING) {
+                erase(known.req);
             }
-            if (status != TransferStatus::WAITING || !skip_waiting) {
-                hixl::TransferResult result;
-                result.req = each.first;
-                result.user_data = each.second.user_data;
-                result.status = status;
+            if (result.status != TransferStatus::WAITING || !skip_waiting) {
                 results.push_back(result);
             }
         }
@@ -315,7 +301,7 @@ class Cs : public Engine {
             bool dead = false;
             {
                 std::lock_guard<std::mutex> hold(each.second->guard);
-                dead = each.second->control->send(Message::heartbeat, "", after(1)) != 0;
+                dead = each.second->control->send(Message::heartbeat, "H", after(1)) != 0;
             }
             if (dead) {
                 destroy(each.first);
@@ -324,6 +310,31 @@ class Cs : public Engine {
     }
 
   private:
+    struct Known {
+        void *req;
+        LinkPtr link;
+        const void *user_data;
+    };
+
+    // All requests in the order in which they were submitted.
+    std::vector<Known> all_known() {
+        std::vector<Known> known;
+        std::lock_guard<std::mutex> hold(index_guard_);
+        known.reserve(order_.size());
+        for (auto each = order_.begin(); each != order_.end();) {
+            const auto owner = index_.find(*each);
+            const LinkPtr link = owner->second.link.lock();
+            if (link == nullptr) {
+                index_.erase(owner);
+                each = order_.erase(each);
+            } else {
+                known.push_back({*each, link, owner->second.user_data});
+                ++each;
+            }
+        }
+        return known;
+    }
+
     LinkPtr find(const std::string &remote) {
         std::lock_guard<std::mutex> hold(links_guard_);
         const auto found = links_.find(remote);

@@ -183,7 +183,7 @@ class Fab : public Engine {
             links = links_;
         }
         for (const auto &each : links) {
-            if (each.second->control->send(Message::heartbeat, "", after(1)) != 0) {
+            if (each.second->control->send(Message::heartbeat, "H", after(1)) != 0) {
                 disconnect_now(each.first);
             }
         }

@@ -50,7 +50,7 @@ class Hixl::HixlImpl {
 namespace {
 
 std::mutex alive_guard;
-std::vector<sim::Engine *> alive;
+std::vector<sim::Engine *> &alive = *new std::vector<sim::Engine *>;
 
 void remember(sim::Engine *engine) {
     std::lock_guard<std::mutex> hold(alive_guard);
@@ -69,7 +69,7 @@ void forget(sim::Engine *engine) {
 
 // HIXLSIM_STRICT: requests whose last answer was given. In the real library they may be another's by now.
 std::mutex answered_guard;
-std::set<void *> answered;
+std::set<void *> &answered = *new std::set<void *>;  // threads may outlive statics
 
 void note_issued(void *req) {
     if (sim::settings().strict) {

@@ -73,6 +73,9 @@ bool parse_fault(const std::string &text, size_t &point, Fault &fault) {
     if (head[split] == '%') {
         return number(tail, fault.rate);
     }
+    if (tail.empty()) {
+        return false;
+    }
     std::istringstream turns(tail);
     std::string turn;
     while (std::getline(turns, turn, ',')) {
