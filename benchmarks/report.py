@@ -7,8 +7,8 @@
     python benchmarks/report.py --from FOLDER        # of reports that are there already
 
 What the benchmarks report as JSON goes to a folder (``--to``, default ``build/benchmarks``), RESULTS.md to this one, and
-the pictures to docs/; ``--out FOLDER`` puts both elsewhere.  Peers that are not installed are left out, and RESULTS.md
-says how to get them.
+the pictures to docs/; ``--out FOLDER`` puts both elsewhere.  REMARKS.md, what people have to say about a run, is taken up
+after the goals.  Peers that are not installed are left out, and RESULTS.md says how to get them.
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--from", dest="source", type=Path, metavar="FOLDER", help="runs nothing and reads the JSON there")
     add("--to", type=Path, default=HERE.parent / "build" / "benchmarks", metavar="FOLDER", help="for the JSON")
     add("--out", type=Path, metavar="FOLDER", help="for RESULTS.md and the pictures")
+    add(
+        "--remarks",
+        type=Path,
+        default=HERE / "REMARKS.md",
+        metavar="FILE",
+        help="words that follow the goals, if it exists",
+    )
     return parser.parse_args(argv)
 
 
@@ -87,8 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, text in drawn.items():
         (pictures / name).write_text(text)
     renders = {name: module.render for name, module in BENCHMARKS.items()}
+    remarks = options.remarks.read_text() if options.remarks.exists() else ""
     where = "" if options.out else "../docs/"
-    results.write_text("\n".join(document(reports, renders, [where + name for name in drawn])) + "\n")
+    results.write_text("\n".join(document(reports, renders, [where + name for name in drawn], remarks)) + "\n")
     print(f"{results}, {', '.join(str(pictures / name) for name in drawn)}")
     return 0
 

@@ -56,7 +56,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Prefill and decode in two processes, one-sided and two-sided.")
     add = parser.add_argument
     add_json_choice(parser)
-    add_loop_choice(parser)
+    add_loop_choice(parser, "best")
     add("--quick", action="store_true", help="a small model, two cases, few turns")
     add("--model", choices=SHAPES, help="default: Llama-3-8B")
     add(

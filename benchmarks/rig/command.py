@@ -13,10 +13,10 @@ from typing import Any
 __all__ = ["add_json_choice", "add_loop_choice", "loops", "publish"]
 
 
-def add_loop_choice(parser: argparse.ArgumentParser) -> None:
+def add_loop_choice(parser: argparse.ArgumentParser, default: str = "both") -> None:
     """Adds ``--loop``."""
-    choices = ("asyncio", "uvloop", "both")
-    parser.add_argument("--loop", choices=choices, default="both", help="default: both, if uvloop is installed")
+    text = f"default: {default}; best: uvloop, if it is installed"
+    parser.add_argument("--loop", choices=("asyncio", "uvloop", "both", "best"), default=default, help=text)
 
 
 def add_json_choice(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +26,14 @@ def add_json_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def loops(choice: str) -> list[str]:
-    """The event loops to measure on."""
+    """The event loops to measure on; the best one is uvloop, if it is installed."""
     there = find_spec("uvloop") is not None
     if choice == "uvloop" and not there:
         raise SystemExit("uvloop is not installed: pip install 'hixl-async[bench]', or choose --loop asyncio")
     if choice == "both":
         return ["asyncio", "uvloop"] if there else ["asyncio"]
+    if choice == "best":
+        return ["uvloop" if there else "asyncio"]
     return [choice]
 
 

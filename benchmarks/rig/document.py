@@ -29,8 +29,8 @@ TITLES = {
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str]) -> Iterator[str]:
-    """RESULTS.md, line by line."""
+def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str], remarks: str) -> Iterator[str]:
+    """RESULTS.md, line by line; `remarks` are somebody's, and follow the goals."""
     first = next(iter(reports.values()))
     about = first["machine"]
     yield "# Results"
@@ -49,9 +49,7 @@ def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str]
             f"- `python benchmarks/{' '.join([f'{name}.py', *words])}`: {report['started']}, {report['seconds']:g} s, "
             f"load {report['machine']['load_1min']:.1f} at the start"
         )
-    peers = reports.get("side_by_side", {}).get("contestants", ())
-    if peers:
-        yield f"- Peers: {'; '.join(_peer(peer) for peer in peers if not peer['name'].startswith('hixl_async'))}"
+    yield from _peers(reports.get("side_by_side", {}).get("contestants", ()))
     yield ""
     yield "## Goals"
     yield ""
@@ -60,6 +58,9 @@ def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str]
     for row in goals(Reports(reports)):
         yield f"| {row.figure} | {row.goal} | {row.measured} | {row.verdict} |"
     yield ""
+    if remarks:
+        yield remarks.strip()
+        yield ""
     for picture in pictures:
         yield f"![{Path(picture).stem}]({picture})"
         yield ""
@@ -72,10 +73,13 @@ def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str]
         yield ""
 
 
-def _peer(peer: dict[str, str]) -> str:
-    if peer["state"] == "measured":
-        return " ".join(filter(None, (peer["name"], peer["version"])))
-    return f"{peer['name']} {peer['state']}"
+def _peers(contestants: Iterable[dict[str, str]]) -> Iterator[str]:
+    peers = [one for one in contestants if not one["name"].startswith("hixl_async")]
+    measured = [" ".join(filter(None, (one["name"], one["version"]))) for one in peers if one["state"] == "measured"]
+    if measured:
+        yield f"- Peers: {'; '.join(measured)}"
+    for state in dict.fromkeys(one["state"] for one in peers if one["state"] != "measured"):
+        yield f"- {'; '.join(one['name'] for one in peers if one['state'] == state)}: {state}"
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------

@@ -147,7 +147,9 @@ def test_the_report(tmp_path: Path) -> None:
         ),
     ):
         (reports / f"{name}.json").write_text(json.dumps(report(f"{name}.py", "--quick", *arguments)))
-    done = run("report.py", "--from", str(reports), "--out", str(tmp_path / "out"))
+    remarks = tmp_path / "remarks.md"
+    remarks.write_text("## Remarks\n\nIt was raining.\n")
+    done = run("report.py", "--from", str(reports), "--out", str(tmp_path / "out"), "--remarks", str(remarks))
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "out" / "RESULTS.md").read_text()
     assert "| `await engine.write(...)`, 4 KiB, fresh slices, asyncio | <= 1 us | " in text
@@ -155,6 +157,7 @@ def test_the_report(tmp_path: Path) -> None:
     for name in ("latency", "cpu", "sweep"):
         assert f"![{name}]({name}.svg)" in text
         assert ET.parse(tmp_path / "out" / f"{name}.svg").getroot().tag == f"{SVG}svg"
+    assert text.index("## Goals") < text.index("It was raining.") < text.index("## Side by side")
     # Every line of a table has as many cells as its head.
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in table} == {5}
