@@ -85,6 +85,7 @@ CONTESTANTS = (
     Contestant("ucxx, tcp", "ucxx", {}, ("ucxx",), "ucxx-cu12", "pip install ucxx-cu12", spins=True),
     Contestant("asyncio streams", "streams", {"loop": "asyncio"}),
     Contestant("uvloop streams", "streams", {"loop": "uvloop"}, ("uvloop",), "uvloop", "pip install uvloop"),
-    Contestant("sock_recv_into", "sockets", {"loop": "asyncio"}),
+    Contestant("sock_recv_into, asyncio", "sockets", {"loop": "asyncio"}),
+    Contestant("sock_recv_into, uvloop", "sockets", {"loop": "uvloop"}, ("uvloop",), "uvloop", "pip install uvloop"),
     Contestant("gloo", "gloo", {}, ("torch",), "torch", "pip install torch (a build for CPUs will do)"),
 )

@@ -14,7 +14,7 @@ __all__ = ["Reports", "Row", "goals"]
 KIB, MIB = 1 << 10, 1 << 20
 TWO_SIDED_SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
 NIXL_SPIN, NIXL_ASYNCIO, GLOO = "NIXL noPT, spinning", "NIXL noPT, asyncio", "gloo"
-TCP = ("uvloop streams", "sock_recv_into")
+TCP = ("uvloop streams", "sock_recv_into, asyncio", "sock_recv_into, uvloop")
 
 
 class Row(NamedTuple):
