@@ -32,7 +32,7 @@ from libc.math cimport INFINITY
 from ._batch cimport Batch
 from ._link cimport Driver, Hub, Link, driver_error, hxa_letter, hxa_mailbox, hxa_mailbox_asleep, hxa_mailbox_signals
 from ._memory cimport LocalMemory, Memory, RemoteMemory, Slice, check_access, raise_gone, whole
-from ._transfer cimport ACTIVE, CANCELLED, CREDIT, DONE, Drain, FAILED, Transfer
+from ._transfer cimport ACTIVE, CANCELLED, COST_NANOSECONDS, CREDIT, DONE, Drain, FAILED, SMALL_BYTES, Transfer
 from .driver cimport *
 
 from asyncio import current_task
@@ -362,6 +362,7 @@ cdef class Core(Hub):
         """Hands a pinned transfer to its driver; on any refusal everything is unpinned and nothing was sent."""
         cdef Driver driver = transfer.link.driver
         cdef hxa_link *link = transfer.link.link
+        cdef int64_t began
         cdef int answer
         try:
             if notify is not None:
@@ -382,11 +383,18 @@ cdef class Core(Hub):
             raise
         transfer.op.owner = <void *>transfer
         transfer.op.failed = -1
-        if transfer.batch.bytes <= GIL_BYTES:
+        transfer.cost = 1
+        if transfer.batch.bytes <= SMALL_BYTES:
             answer = driver.table.submit(link, &transfer.batch, &transfer.op)
         else:
-            with nogil:
+            began = hxa_now()
+            if transfer.batch.bytes <= GIL_BYTES:
                 answer = driver.table.submit(link, &transfer.batch, &transfer.op)
+            else:
+                with nogil:
+                    answer = driver.table.submit(link, &transfer.batch, &transfer.op)
+            if answer == HXA_DONE:
+                transfer.cost += <int>min((hxa_now() - began) / COST_NANOSECONDS, CREDIT)
         if answer == HXA_DONE:
             transfer.outcome = DONE
             transfer.op.bytes = transfer.batch.bytes

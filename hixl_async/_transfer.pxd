@@ -7,7 +7,11 @@ from ._memory cimport Memory
 from .driver cimport hxa_batch, hxa_desc, hxa_op
 
 cdef enum: ACTIVE, DONE, FAILED, CANCELLED
+# C8: how much finished work a task may await before it must yield.  A small operation costs 1, a larger copy what it took
+# in units of COST_NANOSECONDS: 128 is roughly a tenth of a millisecond, against 3 to 6 us for the yield.
 cdef enum: CREDIT = 128
+cdef enum: COST_NANOSECONDS = 800
+cdef enum: SMALL_BYTES = 16 << 10  # below it the clock would cost more than it tells
 
 
 cdef class Drain:
@@ -29,6 +33,7 @@ cdef class Transfer:
     cdef Py_buffer view               # pins a plain local buffer; view.obj is NULL otherwise
     cdef object topic, note           # bytes that the batch points to
     cdef int outcome                  # ACTIVE, DONE, FAILED, CANCELLED
+    cdef int cost                     # of awaiting it, once it is done (C8)
     cdef bint control                 # not a transfer: a link or memory call; not counted, no deadline
     cdef bint flying                  # accepted, not yet released: linked in Core.first
     cdef public bint _asyncio_future_blocking

@@ -36,10 +36,6 @@ cdef extern from *:
     ctypedef PySendResult (*sendfunc)(PyObject *, PyObject *, PyObject **) noexcept
     void hxa_set_am_send(object, sendfunc)
 
-# C8: how much finished work a task may await before it must yield.  One operation costs 1 + bytes / 16 KiB; 128 is roughly
-# a tenth of a millisecond of small operations, against 3 to 6 us for the yield.
-cdef enum: CREDIT_SHIFT = 14
-
 cdef object Task = asyncio.Task
 cdef tuple OUTCOMES = (TransferState.ACTIVE, TransferState.DONE, TransferState.FAILED, TransferState.CANCELLED)
 
@@ -319,14 +315,15 @@ cdef PySendResult _transfer_send(PyObject *me, PyObject *value, PyObject **resul
     cdef object out
     if self.outcome == ACTIVE:
         self._asyncio_future_blocking = True
+        self.cost = 0  # others run meanwhile
         out = self
     elif self.outcome == DONE:
-        if self.core.credit <= 0:
+        if self.cost and self.core.credit <= 0:
             # C8: a bare yield sends the task once around the loop; the next send brings the result.
             self.core.credit = CREDIT
             out = None
         else:
-            self.core.credit -= 1 + <int>(self.op.bytes >> CREDIT_SHIFT)
+            self.core.credit -= self.cost
             out = self.op.bytes
             Py_INCREF(out)
             result[0] = <PyObject *>out

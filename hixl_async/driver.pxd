@@ -170,3 +170,4 @@ cdef extern from "hxa_driver.h" nogil:
         int (*mem_retire)(hxa_mem *mem, hxa_op *op) noexcept nogil
         int (*message)(hxa_link *link, const void *data, size_t len) noexcept nogil
         int (*abandon)(hxa_link *link, hxa_op *op) noexcept nogil
+        int (*link_pace)(hxa_link *link, uint64_t bytes_per_second) noexcept nogil

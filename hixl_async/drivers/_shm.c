@@ -5,7 +5,7 @@
  *
  * Options (strings of whole numbers):
  *   threads         copy threads, started when first needed                  1..64, default min(2, CPUs)
- *   inline_bytes    batches up to this are copied inside submit              default 262144
+ *   inline_bytes    batches up to this are copied inside submit              default 1310720
  *   chunk_bytes     what a copy thread copies between two looks at fences    4096.., default 1048576
  *   stream_bytes    batches from this on are copied past the caches          default 3/4 of the third level
  *   ring_bytes      notification ring per link; a power of two               4096..67108864, default 262144
@@ -69,7 +69,7 @@ static int shm_open_instance(const hxa_option *options, size_t n, const hxa_sink
     const uint64_t cores = cpus();
     setting settings[SETTINGS] = {
         [THREADS] = {"threads", 1, SHM_THREADS_MAX, cores < 2 ? cores : 2},
-        [INLINE] = {"inline_bytes", 0, 1u << 30, 256 << 10},
+        [INLINE] = {"inline_bytes", 0, 1u << 30, 1280 << 10},
         [CHUNK] = {"chunk_bytes", SHM_PAGE, 1u << 30, 1 << 20},
         [STREAM] = {"stream_bytes", 0, UINT64_MAX, stream_from()},
         [RING] = {"ring_bytes", SHM_PAGE, SHM_RING_MAX, 256 << 10},
@@ -214,6 +214,7 @@ static const hxa_driver shm_driver = {
     .cancel = shm_cancel,
     .progress = shm_progress,
     .poll = shm_poll,
+    .link_pace = shm_link_pace,
 };
 
 HXA_DRIVER_MODULE(_shm, shm_driver)

@@ -223,6 +223,9 @@ typedef struct hxa_driver {
     int (*mem_retire)(hxa_mem *mem, hxa_op *op);
     int (*message)(hxa_link *link, const void *data, size_t len);
     int (*abandon)(hxa_link *link, hxa_op *op);
+
+    /* At most so many bytes per second from now on, 0: any; may be NULL. */
+    int (*link_pace)(hxa_link *link, uint64_t bytes_per_second);
 } hxa_driver;
 
 /* The least that `size` may be: all that drivers had before the table grew. */

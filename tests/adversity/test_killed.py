@@ -90,13 +90,13 @@ async def test_the_writer_is_killed_in_the_middle(round: int, figure: Figure) ->
     """Its death is confirmed, so the memory that it was writing is ours again at once."""
     async with peer_process() as process, Engine("127.0.0.1:0", name="owner", close_timeout=30) as engine:
         region = engine.allocate("kv", SIZE, access="write")
-        borrowed = bytearray(1 << 20)
+        borrowed = bytearray(2 << 20)
         engine.register("borrowed", borrowed, access="write")
         accepted = engine.accepted()
         await process.connect(engine.address)
         peer = await accepted.get()
         await process.run("adversity.work:hammer", peer="owner", region="kv", size=SIZE, notify=True)
-        await process.run("adversity.work:hammer", peer="owner", region="borrowed", size=1 << 20, notify=True)
+        await process.run("adversity.work:hammer", peer="owner", region="borrowed", size=2 << 20, notify=True)
         notes = engine.notifications("hammer")
         for _ in range(3):
             await notes.get()

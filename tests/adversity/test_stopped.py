@@ -110,13 +110,13 @@ async def test_closing_an_engine_with_a_stopped_writer(loop_errors: list[dict[st
     from hixl_async import sharing
 
     async with peer_process(name="writer") as process:
-        borrowed = bytearray(1 << 20)
+        borrowed = bytearray(2 << 20)
         async with Engine("127.0.0.1:0", name="owner", close_timeout=0.3) as engine:
-            engine.allocate("kv", 1 << 20, access="write")
+            engine.allocate("kv", 2 << 20, access="write")
             engine.register("borrowed", borrowed, access="write")
             await process.connect(engine.address)
             for name in ("kv", "borrowed"):
-                await process.run("adversity.work:hammer", peer="owner", region=name, size=1 << 20, notify=True)
+                await process.run("adversity.work:hammer", peer="owner", region=name, size=2 << 20, notify=True)
             await engine.notifications("hammer").get()
             process.stop()
             start = time.monotonic()
@@ -163,9 +163,9 @@ async def test_stopped_again_and_again() -> None:
 async def test_a_peer_that_was_given_up_comes_back() -> None:
     """Memory that it held stays pinned when it is given up; on its next connection it says that nothing is left of that."""
     async with peer_process(name="writer") as process, Engine("127.0.0.1:0", name="owner", close_timeout=0.2) as engine:
-        region = engine.allocate("kv", 1 << 20, access="write")
+        region = engine.allocate("kv", 2 << 20, access="write")
         await process.connect(engine.address)
-        await process.run("adversity.work:hammer", peer="owner", region="kv", size=1 << 20, notify=True)
+        await process.run("adversity.work:hammer", peer="owner", region="kv", size=2 << 20, notify=True)
         await engine.notifications("hammer").get()
         peer = engine.peers[0]
         process.stop()

@@ -13,7 +13,7 @@ import pytest
 from hixl_async import Batch, Engine, Peer, Region, RemoteRegion, Transfer
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
-SIZE = 1 << 20
+SIZE = 2 << 20
 
 
 @dataclass

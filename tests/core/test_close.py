@@ -165,7 +165,7 @@ def test_c7_what_a_device_holds_is_leaked_loudly(loop: str) -> None:
         pytest.importorskip("uvloop")
         code = code.replace("asyncio.run(main(), debug=True)", "import uvloop; uvloop.run(main(), debug=True)")
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=50
+        [sys.executable, "-P", "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=50
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "survived\n", done.stderr

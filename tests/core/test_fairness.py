@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from hixl_async import Transfer
 
 from .conftest import World
@@ -37,12 +39,28 @@ async def test_c8_awaiting_finished_work_yields(world: World) -> None:
 
 async def test_c8_large_finished_work_yields_more_often(world: World) -> None:
     ticker = Ticker()
-    for _ in range(100):
-        transfer = world.left.write(world.here[0 : 128 << 10], world.remote[0 : 128 << 10])
+    for _ in range(100):  # each takes at least 10 us; a task may go on for about 100
+        transfer = world.left.write(world.here[0 : 1 << 20], world.remote[0 : 1 << 20])
         assert transfer.done()
         await transfer
     ticker.stop()
     assert ticker.passes >= 5
+
+
+async def test_c8_work_that_was_waited_for_needs_no_further_yield(world: World) -> None:
+    """Whoever waited has let others run; being sent around once more would only cost."""
+
+    async def write(transfer: Transfer) -> int:
+        return await transfer
+
+    world.plan.pending()
+    for _ in range(300):
+        transfer = world.write()
+        coroutine = write(transfer)
+        assert coroutine.send(None) is transfer
+        await asyncio.wait([transfer])
+        with pytest.raises(StopIteration):
+            coroutine.send(None)
 
 
 async def test_c8_yielding_costs_little(world: World) -> None:

@@ -155,9 +155,10 @@ FUNCTIONS: dict[str, Any] = {
     "mem_retire": (c.c_int, HANDLE, OP),
     "message": (c.c_int, HANDLE, c.c_char_p, c.c_size_t),
     "abandon": (c.c_int, HANDLE, OP),
+    "link_pace": (c.c_int, HANDLE, c.c_uint64),
 }
-#: What only drivers of transports whose own calls block have.
-OPTIONAL = ("start", "shutdown", "mem_ready", "mem_retire", "message", "abandon")
+#: What the table has grown by: not every driver needs it.
+OPTIONAL = ("start", "shutdown", "mem_ready", "mem_retire", "message", "abandon", "link_pace")
 
 
 class CDriver(c.Structure):

@@ -51,7 +51,7 @@ async def test_a_note_tells_its_sender(pair: EnginePair) -> None:
     assert (note.peer, note.topic, note.payload) == (pair.back, "topic", b"payload")
 
 
-@pytest.mark.parametrize("size", [8, 1 << 20])
+@pytest.mark.parametrize("size", [8, 2 << 20])
 async def test_the_data_is_there_before_the_note(pair: EnginePair, size: int) -> None:
     """B21, with the copy inline and on threads."""
     region, remote = await pair.region("kv", size)

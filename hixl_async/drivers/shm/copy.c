@@ -315,7 +315,8 @@ int shm_submit(hxa_link *link, const hxa_batch *batch, hxa_op *op) {
     if (shm_load_acq(&link->state) != SHM_UP || shm_load_acq(&link->peer->fence) != 0) return -HXA_E_LINK;
     int status = check(link, batch);
     if (status != 0) return status;
-    if (batch->bytes + (uint64_t)batch->n * DESCRIPTOR_COST > self->inline_bytes && batch->n != 0) {
+    const int paced = shm_load(&link->pace) != 0;      /* only threads can wait */
+    if (batch->n != 0 && (paced || batch->bytes + (uint64_t)batch->n * DESCRIPTOR_COST > self->inline_bytes)) {
         const uint64_t chunks = batch->bytes / self->chunk_bytes + batch->n / SHM_CHUNK_DESCRIPTORS + 1;
         status = shm_pool_ready(self, chunks);
         if (status != 0) return status;

@@ -136,6 +136,8 @@ struct hxa_link {
     int pidfd;                         /* the peer's process, or -1 */
     int32_t peer_pid;
     int32_t vm_errno;                  /* why process_vm_* can't reach the peer; 0: it can */
+    uint64_t pace;                     /* atomic: most bytes per second, 0: any */
+    uint64_t free_at;                  /* when its next chunk may begin, in ns; under the threads' mutex */
 
     /* Receiving; the loop's. */
     uint64_t tail;                     /* private: what the half says is for the producer */
@@ -186,7 +188,9 @@ typedef struct shm_pool {
     hxa_op *incoming;                  /* atomic stack, pushed by the loop */
     uint32_t epoch;                    /* atomic: what sleepers wait on */
     uint32_t sleepers;                 /* atomic */
-    uint32_t backlog;                  /* atomic: ops are queued */
+    uint32_t backlog;                  /* atomic: ops are queued that may begin */
+    uint32_t looking;                  /* atomic: an idle thread looks for work without sleeping */
+    uint32_t may_look;                 /* there is more than one CPU */
     uint32_t purge;                    /* atomic: some op was cancelled, or some link stopped */
     uint32_t stopping;                 /* atomic */
     uint32_t started;                  /* threads; the loop's */
@@ -195,6 +199,7 @@ typedef struct shm_pool {
     pthread_mutex_t lock;              /* among copy threads; the loop never takes it */
     shm_queue queues[3];               /* high, normal, low; under lock */
     uint32_t turn;                     /* picks so far; under lock */
+    uint64_t due;                      /* when the next op of a link with a limit may begin, in ns, 0: none; under lock */
 } shm_pool;
 
 struct hxa_instance {
@@ -305,6 +310,7 @@ SHM_INTERNAL void shm_pool_close(hxa_instance *self);
 SHM_INTERNAL int shm_pool_ready(hxa_instance *self, uint64_t chunks);
 SHM_INTERNAL void shm_pool_push(hxa_instance *self, hxa_op *op);
 SHM_INTERNAL void shm_pool_purge(hxa_instance *self);
+SHM_INTERNAL int shm_link_pace(hxa_link *link, uint64_t bytes_per_second);
 
 /* ---- lists ----------------------------------------------------------------------------------------------------------- */
 

@@ -7,17 +7,30 @@
 
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 enum {
     POPULATE_CHUNK = 256 << 10,        /* populating holds up mmap and munmap on the loop */
-    LOWEST_FIRST_EVERY = 8             /* so that nothing starves */
+    LOWEST_FIRST_EVERY = 8,            /* so that nothing starves */
+    SMALL_BYTES = 16 << 10,            /* ops up to this, and ... */
+    SMALL_DESCRIPTORS = 64,            /* ... of no more descriptors are taken several at a time */
+    TURN = 16,                         /* most chunks of one turn at the mutex */
+    LOOK_NS = 50000,                   /* an idle thread looks for so long before it sleeps, where that paid the last time */
+    PACES_PER_SECOND = 100             /* a link with a limit moves at most so much of its second at once */
 };
 
 typedef struct chunk { hxa_op *op; uint32_t index; uint64_t offset, bytes; } chunk;
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
 
 /* ---- queues; under the mutex ----------------------------------------------------------------------------------------- */
 
@@ -27,15 +40,6 @@ static void queue_push(shm_queue *queue, hxa_op *op) {
     else shm_job_of(queue->last)->next = op;
     queue->last = op;
     shm_job_of(op)->queued = 1;
-}
-
-static hxa_op *queue_pop(shm_queue *queue) {
-    hxa_op *op = queue->first;
-    if (op != NULL) {
-        queue->first = shm_job_of(op)->next;
-        shm_job_of(op)->queued = 0;
-    }
-    return op;
 }
 
 static void queue_remove(shm_queue *queue, hxa_op *op) {
@@ -53,11 +57,36 @@ static shm_queue *queue_of(shm_pool *pool, const hxa_op *op) {
     return &pool->queues[priority > HXA_PRIORITY_NORMAL ? 0 : priority < HXA_PRIORITY_NORMAL ? 2 : 1];
 }
 
-static hxa_op *pick(shm_pool *pool) {
-    const int lowest_first = ++pool->turn % LOWEST_FIRST_EVERY == 0;
-    hxa_op *op = NULL;
-    for (int i = 0; i < 3 && op == NULL; i++) op = queue_pop(&pool->queues[lowest_first ? 2 - i : i]);
-    return op;
+/* Has its link used up what its limit allows for now?  Then the pool looks again when it is due. */
+static int held_back(shm_pool *pool, hxa_op *op, uint64_t *now) {
+    const shm_job *job = shm_job_of(op);
+    if (job->kind != SHM_COPY || shm_load(&job->link->pace) == 0) return 0;
+    if (*now == 0) *now = now_ns();
+    if (job->link->free_at <= *now) return 0;
+    if (pool->due == 0 || job->link->free_at < pool->due) pool->due = job->link->free_at;
+    return 1;
+}
+
+static int is_small(const hxa_op *op) {
+    const shm_job *job = (const shm_job *)(const void *)op->scratch;
+    const hxa_batch *batch = (const hxa_batch *)job->what;
+    return job->kind == SHM_COPY && batch->bytes <= SMALL_BYTES && batch->n <= SMALL_DESCRIPTORS;
+}
+
+/* The op whose turn it is, out of its queue; `small`: or NULL if it is large. */
+static hxa_op *pick(shm_pool *pool, int small, uint64_t *now) {
+    const int lowest_first = (pool->turn + 1) % LOWEST_FIRST_EVERY == 0;
+    for (int i = 0; i < 3; i++) {
+        shm_queue *queue = &pool->queues[lowest_first ? 2 - i : i];
+        for (hxa_op *op = queue->first; op != NULL; op = shm_job_of(op)->next) {
+            if (held_back(pool, op, now)) continue;
+            if (small && !is_small(op)) return NULL;
+            pool->turn++;
+            queue_remove(queue, op);
+            return op;
+        }
+    }
+    return NULL;
 }
 
 /* Why no further chunk of the op may start, or 0. */
@@ -95,7 +124,7 @@ static void purge(shm_pool *pool, hxa_op **ended) {
 }
 
 /* The next chunk of a picked op, which goes back to the end of its queue if there is more. */
-static chunk carve(hxa_instance *self, hxa_op *op) {
+static chunk carve(hxa_instance *self, hxa_op *op, uint64_t now) {
     shm_job *job = shm_job_of(op);
     chunk cut = {.op = op, .index = job->index, .offset = job->offset};
     int more;
@@ -106,8 +135,11 @@ static chunk carve(hxa_instance *self, hxa_op *op) {
         more = cut.bytes < rest;
     } else {
         const hxa_batch *batch = (const hxa_batch *)job->what;
-        for (uint32_t n = 0; n < SHM_CHUNK_DESCRIPTORS && job->index < batch->n && cut.bytes < self->chunk_bytes; n++) {
-            const uint64_t rest = batch->desc[job->index].len - job->offset, space = self->chunk_bytes - cut.bytes;
+        const uint64_t pace = shm_load(&job->link->pace);
+        uint64_t most = self->chunk_bytes;
+        if (pace != 0 && pace / PACES_PER_SECOND < most) most = pace / PACES_PER_SECOND + 1;
+        for (uint32_t n = 0; n < SHM_CHUNK_DESCRIPTORS && job->index < batch->n && cut.bytes < most; n++) {
+            const uint64_t rest = batch->desc[job->index].len - job->offset, space = most - cut.bytes;
             if (rest > space) {
                 job->offset += space;
                 cut.bytes += space;
@@ -118,6 +150,11 @@ static chunk carve(hxa_instance *self, hxa_op *op) {
             }
         }
         more = job->index < batch->n;
+        if (pace != 0) {
+            /* What an idle link did not use is lost: no bursts. */
+            if (job->link->free_at < now) job->link->free_at = now;
+            job->link->free_at += (uint64_t)((double)cut.bytes * 1e9 / (double)pace);
+        }
     }
     job->flight++;
     if (more) queue_push(queue_of(&self->pool, op), op);
@@ -125,10 +162,6 @@ static chunk carve(hxa_instance *self, hxa_op *op) {
 }
 
 /* ---- threads --------------------------------------------------------------------------------------------------------- */
-
-static long futex(uint32_t *word, int operation, uint32_t value) {
-    return syscall(SYS_futex, word, operation, value, NULL, NULL, 0);
-}
 
 static void run_chunk(const chunk *cut, shm_outcome *out) {
     const shm_job *job = shm_job_of(cut->op);
@@ -166,38 +199,83 @@ static int account(shm_pool *pool, hxa_op *op, const shm_outcome *out) {
     return job->flight == 0 && !job->queued;
 }
 
+static int work_waits(shm_pool *pool) {
+    return shm_load_sc(&pool->incoming) != NULL || shm_load_sc(&pool->backlog) != 0 || shm_load_sc(&pool->purge) != 0
+           || shm_load_sc(&pool->stopping) != 0;
+}
+
 /* Dekker: we say that we sleep, then look; who makes work stores it, then looks for sleepers. */
-static void rest(shm_pool *pool) {
+static void rest(shm_pool *pool, uint64_t due) {
     const uint32_t epoch = shm_load_sc(&pool->epoch);
     shm_add_sc(&pool->sleepers, 1u);
-    if (shm_load_sc(&pool->incoming) == NULL && shm_load_sc(&pool->backlog) == 0 && shm_load_sc(&pool->purge) == 0
-        && shm_load_sc(&pool->stopping) == 0)
-        futex(&pool->epoch, FUTEX_WAIT_PRIVATE, epoch);
+    if (!work_waits(pool)) {
+        struct timespec left = {0, 0};
+        const uint64_t now = due != 0 ? now_ns() : 0;
+        if (due > now) left = (struct timespec){(time_t)((due - now) / 1000000000u), (long)((due - now) % 1000000000u)};
+        if (due == 0 || due > now)
+            syscall(SYS_futex, &pool->epoch, FUTEX_WAIT_PRIVATE, epoch, due != 0 ? &left : NULL, NULL, 0);
+    }
     shm_sub_sc(&pool->sleepers, 1u);
 }
 
+static void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Nothing to do.  Where ops follow each other closely, to sleep in between costs both sides more than the copies: the loop a
+ * system call for each, the thread its wake-up.  So a thread whose last wait was short looks before it sleeps; one at a time. */
+static void idle(shm_pool *pool, uint64_t due, uint64_t *waited) {
+    const uint64_t since = now_ns();
+    if (due == 0 && *waited < LOOK_NS && pool->may_look && shm_swap_sc(&pool->looking, 1u) == 0) {
+        do {
+            for (int i = 0; i < 32 && !work_waits(pool); i++) pause_briefly();
+            sched_yield();             /* the loop may have been put on our CPU */
+        } while (!work_waits(pool) && now_ns() - since < LOOK_NS);
+        shm_store_sc(&pool->looking, 0u);
+    }
+    rest(pool, due);
+    *waited = now_ns() - since;
+}
+
 static void wake(shm_pool *pool, uint32_t most) {
-    if (shm_load_sc(&pool->sleepers) == 0) return;
+    if (shm_load_sc(&pool->sleepers) == 0 || (most == 1 && shm_load_sc(&pool->looking) != 0)) return;
     shm_add_sc(&pool->epoch, 1u);
-    futex(&pool->epoch, FUTEX_WAKE_PRIVATE, most);
+    syscall(SYS_futex, &pool->epoch, FUTEX_WAKE_PRIVATE, most, NULL, NULL, 0);
 }
 
 static void *work(void *arg) {
     hxa_instance *self = (hxa_instance *)arg;
     shm_pool *pool = &self->pool;
+    /* A thread that wakes must not push the loop off its CPU: the loop has more to submit. */
+    pthread_setschedparam(pthread_self(), SCHED_BATCH, &(struct sched_param){0});
+    uint64_t waited = UINT64_MAX;
     while (shm_load_sc(&pool->stopping) == 0) {
         hxa_op *ended = NULL;
-        chunk cut = {0};
+        chunk cuts[TURN];
+        int last[TURN], n = 0;
+        uint64_t now = 0;
         pthread_mutex_lock(&pool->lock);
         for (hxa_op *op = shm_stack_take(&pool->incoming), *next; op != NULL; op = next) {
             next = shm_job_of(op)->next;
             queue_push(queue_of(pool, op), op);
         }
         if (shm_swap_sc(&pool->purge, 0u) != 0) purge(pool, &ended);
-        hxa_op *op = pick(pool);
-        if (op != NULL) cut = carve(self, op);
+        pool->due = 0;
+        for (hxa_op *op; n < TURN && (op = pick(pool, n != 0, &now)) != NULL; n++) {
+            cuts[n] = carve(self, op, now);
+            if (!is_small(op)) {
+                n++;
+                break;
+            }
+        }
         const shm_queue *queues = pool->queues;
-        const uint32_t backlog = queues[0].first != NULL || queues[1].first != NULL || queues[2].first != NULL;
+        const uint32_t queued = queues[0].first != NULL || queues[1].first != NULL || queues[2].first != NULL;
+        const uint32_t backlog = queued && n != 0;     /* what is queued although we took nothing has to wait for its time */
+        const uint64_t due = n == 0 ? pool->due : 0;
         shm_store_sc(&pool->backlog, backlog);
         pthread_mutex_unlock(&pool->lock);
         if (backlog) wake(pool, 1);    /* each thread that finds more than it can do calls another */
@@ -205,16 +283,17 @@ static void *work(void *arg) {
             next = shm_job_of(ended)->next;
             shm_op_landed(ended);
         }
-        if (op == NULL) {
-            rest(pool);
+        if (n == 0) {
+            idle(pool, due, &waited);
             continue;
         }
-        shm_outcome out;
-        run_chunk(&cut, &out);
+        shm_outcome out[TURN];
+        for (int i = 0; i < n; i++) run_chunk(&cuts[i], &out[i]);
         pthread_mutex_lock(&pool->lock);
-        const int last = account(pool, op, &out);
+        for (int i = 0; i < n; i++) last[i] = account(pool, cuts[i].op, &out[i]);
         pthread_mutex_unlock(&pool->lock);
-        if (last) shm_op_landed(op);
+        for (int i = 0; i < n; i++)
+            if (last[i]) shm_op_landed(cuts[i].op);
     }
     return NULL;
 }
@@ -253,6 +332,13 @@ void shm_pool_push(hxa_instance *self, hxa_op *op) {
     wake(&self->pool, 1);
 }
 
+/* Most bytes per second that ops of the link may move from now on. */
+int shm_link_pace(hxa_link *link, uint64_t bytes_per_second) {
+    shm_store(&link->pace, bytes_per_second);
+    wake(&link->self->pool, INT_MAX);  /* what waited by the old limit */
+    return 0;
+}
+
 /* Some op must not go on: let a thread look for it. */
 void shm_pool_purge(hxa_instance *self) {
     shm_store_sc(&self->pool.purge, 1u);
@@ -261,6 +347,7 @@ void shm_pool_purge(hxa_instance *self) {
 
 int shm_pool_open(shm_pool *pool, uint32_t limit) {
     pool->limit = limit;
+    pool->may_look = sysconf(_SC_NPROCESSORS_ONLN) > 1;
     return pthread_mutex_init(&pool->lock, NULL) == 0 ? 0 : -HXA_E_NOMEM;
 }
 
