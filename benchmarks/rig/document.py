@@ -53,10 +53,7 @@ def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str]
     yield ""
     yield "## Goals"
     yield ""
-    yield "| figure | goal | measured | |"
-    yield "|---|---|---|---|"
-    for row in goals(Reports(reports)):
-        yield f"| {row.figure} | {row.goal} | {row.measured} | {row.verdict} |"
+    yield from _goals(Reports(reports))
     yield ""
     if remarks:
         yield remarks.strip()
@@ -71,6 +68,30 @@ def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str]
         yield from list(renders[name](report))[1:]
         yield "```"
         yield ""
+
+
+def _goals(reports: Reports) -> Iterator[str]:
+    """A summary, and a table with two columns per event loop."""
+    loops = reports.loops
+    lines = list(zip(*(goals(reports, loop) for loop in loops), strict=True))
+    aimed = [(row, loop) for line in lines for row, loop in zip(line, loops, strict=True) if row.goal]
+    met = sum(row.verdict == "met" for row, _ in aimed)
+    missed = [
+        f"{row.figure} ({loop}) by {row.missed * 100:.0f} %" for row, loop in aimed if row.missed and row.missed > 0
+    ]
+    silent = sum(row.verdict == "not measured" for row, _ in aimed)
+    yield f"{met} of {len(aimed)} are met" + (f", {silent} were not measured" if silent else "") + "."
+    yield ""
+    if missed:
+        yield "Missed:"
+        yield ""
+        yield from (f"- {text}" for text in missed)
+        yield ""
+    yield f"| | goal |{''.join(f' {loop} | |' for loop in loops)}"
+    yield f"|---|---|{'---|---|' * len(loops)}"
+    for line in lines:
+        cells = "".join(f" {row.measured} | {row.verdict} |" for row in line)
+        yield f"| {line[0].figure} | {line[0].goal} |{cells}"
 
 
 def _peers(contestants: Iterable[dict[str, str]]) -> Iterator[str]:
