@@ -282,6 +282,16 @@ cdef class Link:
         core._drain(direct)
         return 0
 
+    def pace(self, uint64_t bytes_per_second):
+        """At most so many bytes per second from now on; 0: any."""
+        cdef const hxa_driver *table = self.driver.table
+        self._must_exist([])
+        if table.link_pace == NULL:
+            raise errors.DriverError(f"driver {self.driver.name!r} cannot limit its bandwidth")
+        cdef int answer = table.link_pace(self.link, bytes_per_second)
+        if answer:
+            raise driver_error(self.driver, -answer, 0, "limit of the bandwidth", self.peer)
+
     def fence(self):
         """Waits until the peer can no longer touch memory of ours through this link; it may never come.
 

@@ -148,6 +148,27 @@ class Peer:
         rest = f"; also linked: {', '.join(others)}" if others else ", the only one that both sides share"
         return f"{region.link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"
 
+    def limit_bandwidth(self, bytes_per_second: float | None) -> None:
+        """Lets reads and writes together move at most so many bytes per second from now on; None: as many as they can.
+
+        Each of the drivers that link us with the peer keeps to it by itself, averaged over about 10 ms.  What is limited is
+        never finished within the call, however small it is.
+
+        :raises InvalidArgumentError: if it is less than 1.
+        :raises DriverError: if a driver cannot do it.
+        """
+        self._must_be_up()
+        if bytes_per_second is None:
+            rate = 0
+        elif isinstance(bytes_per_second, int | float) and 1 <= bytes_per_second < 1 << 63:
+            rate = int(bytes_per_second)
+        else:
+            raise InvalidArgumentError(
+                f"bytes_per_second must be a number of at least 1, or None for no limit, not {bytes_per_second!r}"
+            )
+        for link in self._links.values():
+            link.pace(rate)
+
     # -- coming up
 
     async def _establish(self) -> None:

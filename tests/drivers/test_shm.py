@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import signal
+import time
 
 import pytest
 import vtable as vt
@@ -373,3 +374,52 @@ def test_a_child_does_not_keep_the_link_of_a_dead_parent_open(leakless: None, dr
             link.instance.until(lambda: link.down, link, timeout=5)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+# ---- limits of bandwidth ---------------------------------------------------------------------------------------------
+
+
+def test_a_limit_holds_one_link_back_and_not_the_others(open_instance) -> None:
+    a, b = open_instance(), open_instance()
+    (slow, peer1), (fast, peer2) = vt.join(a, b), vt.join(a, b)
+    here, there, other = a.alloc(4 * MIB), b.alloc(4 * MIB), b.alloc(4 * MIB)
+    vt.fill(here.view)
+    remote1, remote2 = slow.imported(there), fast.imported(other)
+    vt.check("link_pace", slow.vt.link_pace(slow.handle, 20 * MIB))
+    start = time.perf_counter()
+    held = [slow.submit(WRITE, [(here, i * MIB, remote1, i * MIB, MIB)]) for i in range(4)]
+    tiny = slow.submit(WRITE, [(here, 0, remote1, 0, 8)])
+    for _ in range(50):
+        fast.submit(WRITE, [(here, 0, remote2, 0, 4 * MIB)]).ok(fast, peer2)
+    assert not held[-1].released, "the other link waited for the slow one"
+    for op in [*held, tiny]:
+        op.ok(slow, peer1)
+    # The first hundredth of a second is free.
+    assert time.perf_counter() - start >= 4 / 20 - 0.02
+    assert there.view == here.view
+    assert other.view == here.view
+
+
+def test_a_limit_that_is_lifted(open_instance) -> None:
+    left, right = open_instance.pair()
+    world = World(left, right, 8 * MIB)
+    vt.check("link_pace", left.vt.link_pace(left.handle, MIB))
+    op = world.write(0, 0, 8 * MIB)
+    left.instance.until(lambda: left.progress(op) > 0, what="no progress")
+    vt.check("link_pace", left.vt.link_pace(left.handle, 0))
+    assert op.ok(left, right).bytes == 8 * MIB
+    assert world.write(0, 0, 8).answer == vt.DONE
+
+
+@pytest.mark.parametrize("how", ["cancel", "stop"])
+def test_what_a_limit_holds_back_can_be_ended(open_instance, how: str) -> None:
+    left, right = open_instance.pair()
+    world = World(left, right, 8 * MIB)
+    vt.check("link_pace", left.vt.link_pace(left.handle, 1000))
+    ops = [world.write(0, 0, 8 * MIB) for _ in range(3)]
+    if how == "cancel":
+        assert [left.cancel(op) for op in ops] == [1, 1, 1]
+        assert {op.wait(left, right) for op in ops} == {vt.CANCELLED}
+    else:
+        left.stop().wait(left)
+        assert {op.wait() for op in ops} == {vt.LINK}
