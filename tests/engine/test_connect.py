@@ -15,6 +15,7 @@ from hixl_async import (
     AuthenticationError,
     ClosedError,
     ConnectError,
+    DriverError,
     Engine,
     InvalidArgumentError,
     NoRouteError,
