@@ -219,12 +219,12 @@ async def measure_flight(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Fig
 
 
 def _writers(engine: Engine, local: Any, target: Any, size: int, label: str, depths: list[int]) -> Rung:
-    """64 writers; the first one looks how many operations are in flight each time before it adds one."""
+    """64 writers; the last one looks how many operations are in flight each time before it adds one."""
 
     async def writer(i: int, times: int) -> None:
         a, b = i * size, (i + 1) * size
         for _ in range(times):
-            if i == 0:
+            if i == FLIGHT - 1:
                 depths.append(engine.in_flight)
             await engine.write(local[a:b], target[a:b])
 
