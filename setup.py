@@ -37,15 +37,19 @@ GENERATED = ["-Wno-unused-parameter", "-Wno-unused-function", "-Wno-missing-fiel
 
 
 def driver(name: str) -> Extension:
-    """The extension of one driver: ``_name.c`` and, where it has outgrown one file, the folder ``name/``."""
+    """The extension of one driver: ``_name.c`` or ``.cpp`` and, where it has outgrown one file, the folder ``name/``."""
     folder = f"hixl_async/drivers/{name}"
+    suffix, standard = (
+        ("cpp", "-std=gnu++17") if os.path.exists(f"hixl_async/drivers/_{name}.cpp") else ("c", "-std=gnu11")
+    )
     return Extension(
         f"hixl_async.drivers._{name}",
-        sources=[f"hixl_async/drivers/_{name}.c", *sorted(glob(f"{folder}/*.c"))],
-        depends=[*HEADERS, *sorted(glob(f"{folder}/*.h"))],
+        sources=[f"hixl_async/drivers/_{name}.{suffix}", *sorted(glob(f"{folder}/*.{suffix}"))],
+        depends=[*HEADERS, *sorted(glob(f"{folder}/*.h*"))],
         include_dirs=INCLUDE,
-        extra_compile_args=["-std=gnu11", *COMPILE],
-        extra_link_args=LINK,
+        extra_compile_args=[standard, *COMPILE],
+        extra_link_args=[*LINK, "-ldl"],
+        language="c++" if suffix == "cpp" else "c",
     )
 
 
@@ -75,9 +79,9 @@ core = cythonize(
     },
 )
 
-DRIVERS = ("shm", "faulty")
+DRIVERS = ("shm", "faulty", "hixl")
 
 setup(
-    ext_modules=[*core, *(driver(name) for name in DRIVERS if os.path.exists(f"hixl_async/drivers/_{name}.c"))],
+    ext_modules=[*core, *(driver(name) for name in DRIVERS if glob(f"hixl_async/drivers/_{name}.c*"))],
     options={"build": {"build_base": f"build/{VARIANT}"}},
 )

@@ -21,7 +21,7 @@ GROUP = "hixl_async.drivers"
 WRAPPER = "wrapper"
 
 # Used where the package runs from a source tree and so has no installed entry points.
-_BUILT_IN = {name: EntryPoint(name, f"hixl_async.drivers._{name}:DRIVER", GROUP) for name in ("shm", "faulty")}
+_BUILT_IN = {name: EntryPoint(name, f"hixl_async.drivers._{name}:DRIVER", GROUP) for name in ("shm", "faulty", "hixl")}
 
 
 def _entries() -> dict[str, EntryPoint]:

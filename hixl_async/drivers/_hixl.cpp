@@ -1,0 +1,87 @@
+// The HIXL driver: transfers between Ascend NPUs, and whatever else `libcann_hixl.so` reaches.
+//
+// HIXL's transfers are requests that somebody has to ask about again and again, its other calls block, and a failure costs the
+// whole connection.  This driver hides that: see hixl/hixl.hpp for the parts.
+//
+// Options (strings):
+//   library             file or folder of libcann_hixl.so     default: ASCEND_HOME_PATH, the usual roots, the loader's path
+//   hixl_ip, hixl_port  where HIXL listens, as peers reach it default 127.0.0.1 and a free port
+//   device              the NPU                               default: of the caller's context, else 0
+//   backend             auto, comm, cs or fab: presets the options that choose it
+//   notify_via          hixl or control (connection)          default hixl
+//   connect_via         threads or async (ConnectAsync)       default threads
+//   connect_timeout_ms  of Connect and Disconnect             default 5000
+//   notify_timeout_ms   of SendNotify                         default 1000
+//   busy_ms             how long RESOURCE_EXHAUSTED is retried    default 2000
+//   in_flight           requests per peer inside HIXL         1..4096, default 512
+//   request_descriptors most in one request                   1..65536, default 4096
+//   pending_notes       notifications per link that may wait  default 1024
+//   spin_us             spinning before sleeping              default 50; 0 where there is one CPU
+//   poll_max_us         longest sleep between two looks       default 500
+//   notes_poll_ms       the same for notifications            default 20
+//   threads             most                                  default 64
+// and every option of HIXL by its own name: BufferPool, GlobalResourceConfig, AutoConnect, LocalCommRes, EnableUseFabricMem,
+// RdmaTrafficClass, RdmaServiceLevel, with or without "adxl.".
+#include "hxa_module.h"
+
+#include <new>
+
+#include "hixl/instance.hpp"
+#include "hixl/link.hpp"
+#include "hixl/memory.hpp"
+
+namespace {
+
+// No exception may pass into C; the only one that is expected is a lack of memory.
+template <auto function, class... Arguments>
+int guarded(Arguments... arguments) noexcept {
+    try {
+        return function(arguments...);
+    } catch (const std::bad_alloc &) {
+        return -HXA_E_NOMEM;
+    } catch (...) {
+        return -HXA_E_SYSTEM;
+    }
+}
+
+constexpr hxa_driver make_table() {
+    hxa_driver table = {};
+    table.abi = HXA_DRIVER_ABI;
+    table.size = sizeof(hxa_driver);
+    table.name = "hixl";
+    table.caps = HXA_CAP_ALLOC | HXA_CAP_REGISTER | HXA_CAP_SIGNAL | HXA_CAP_NOTIFY | HXA_CAP_CANCEL;
+    table.open = guarded<hx::instance_open>;
+    table.close = hx::instance_close;
+    table.after_fork = hx::instance_after_fork;
+    table.limits = hx::instance_limits;
+    table.stats = hx::instance_stats;
+    table.error_text = hx::error_text;
+    table.mem_alloc = guarded<hx::mem_alloc>;
+    table.mem_register = guarded<hx::mem_register>;
+    table.mem_export = guarded<hx::mem_export>;
+    table.mem_import = guarded<hx::mem_import>;
+    table.mem_release = hx::mem_release;
+    table.link_new = guarded<hx::link_new>;
+    table.link_connect = guarded<hx::link_connect>;
+    table.link_fd = hx::link_fd;
+    table.link_stop = guarded<hx::link_stop>;
+    table.link_fence = guarded<hx::link_fence>;
+    table.link_free = hx::link_free;
+    table.submit = guarded<hx::submit>;
+    table.cancel = guarded<hx::cancel>;
+    table.progress = hx::progress;
+    table.poll = guarded<hx::link_poll>;
+    table.start = guarded<hx::instance_start>;
+    table.shutdown = guarded<hx::instance_shutdown>;
+    table.mem_ready = guarded<hx::mem_ready>;
+    table.mem_retire = guarded<hx::mem_retire>;
+    table.message = guarded<hx::link_message>;
+    table.abandon = guarded<hx::abandon>;
+    return table;
+}
+
+const hxa_driver hixl_driver = make_table();
+
+}  // namespace
+
+HXA_DRIVER_MODULE(_hixl, hixl_driver)

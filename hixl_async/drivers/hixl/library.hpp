@@ -1,0 +1,56 @@
+// The loaded libraries, and one typed function for each symbol that is used of them.
+#pragma once
+
+#include <string>
+
+#include "abi.hpp"
+
+namespace hx {
+
+// AscendCL, as far as threads and host memory need it; absent where libcann_hixl.so does without.
+struct Acl {
+    int (*init)(const char *) = nullptr;
+    int (*set_device)(int32_t) = nullptr;
+    int (*get_context)(void **) = nullptr;
+    int (*set_context)(void *) = nullptr;
+    int (*malloc_host)(void **, size_t) = nullptr;
+    int (*free_host)(void *) = nullptr;
+
+    bool there() const { return set_device != nullptr; }
+};
+
+struct Library {
+    abi::Construct construct = nullptr, destroy = nullptr;
+    abi::Initialize initialize = nullptr;
+    abi::Finalize finalize = nullptr;
+    abi::RegisterMem register_mem = nullptr;
+    abi::DeregisterMem deregister_mem = nullptr;
+    abi::Connect connect = nullptr, disconnect = nullptr;
+    abi::TransferAsync transfer_async = nullptr;
+    abi::GetTransferStatus transfer_status = nullptr;
+    abi::SendNotify send_notify = nullptr;
+    abi::GetNotifies get_notifies = nullptr;
+    abi::MakeText make_text = nullptr;
+    abi::TextOf text_of = nullptr;
+    // What came in 2026, each by itself.
+    abi::GetTransferStatuses transfer_statuses = nullptr;
+    abi::Connect connect_async = nullptr, disconnect_async = nullptr;
+    abi::GetAsyncConnectStatus connect_status = nullptr;
+    abi::GetCapability capability = nullptr;
+    Acl acl;
+    std::string path;                  // of libcann_hixl.so
+
+    // Loads from `wanted`, a file or folder, or from the usual places where it is empty.  Answers 0, or -HXA_E_UNSUPPORTED
+    // with every attempt in `error`.  Libraries stay loaded: their threads may outlive what uses them.
+    int load(const std::string &wanted, std::string &error);
+    // What the library can do, in words.
+    std::string about() const;
+
+    abi::Text text(const std::string &value) const {
+        abi::Text out;
+        make_text(&out, value.data(), value.size());
+        return out;
+    }
+};
+
+}  // namespace hx

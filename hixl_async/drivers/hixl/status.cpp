@@ -1,0 +1,83 @@
+#include "status.hpp"
+
+#include <cstdio>
+#include <cstring>
+
+namespace hx {
+
+int32_t status_of(uint32_t native) {
+    switch (native) {
+        case abi::SUCCESS: return HXA_OK;
+        case abi::PARAM_INVALID: return HXA_E_INVALID;
+        case abi::TIMEOUT: return HXA_E_TIMEOUT;
+        case abi::NOT_CONNECTED: return HXA_E_LINK;
+        case abi::UNSUPPORTED: return HXA_E_UNSUPPORTED;
+        case abi::RESOURCE_EXHAUSTED: return HXA_E_BUSY;
+        case 207001: return HXA_E_NOMEM;                   // ACL_ERROR_RT_MEMORY_ALLOCATION
+        case 507046: case 507047: return HXA_E_TIMEOUT;    // ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, ACL_ERROR_RT_EVENT_SYNC_TIMEOUT
+        default: return HXA_E_LINK;
+    }
+}
+
+namespace {
+
+struct Remedy { uint32_t native; const char *text; };
+
+// What a code means and what to do about it.
+constexpr Remedy REMEDIES[] = {
+    {abi::PARAM_INVALID, "PARAM_INVALID: an option, address or length that HIXL refuses; memory must be registered on both sides, not "
+                         "overlap another registration, and options must fit the back-end (BufferPool is COMM's alone)"},
+    {abi::TIMEOUT, "TIMEOUT: raise connect_timeout_ms or notify_timeout_ms (TLS needs 2 s and more), and look whether the peer hangs"},
+    {abi::NOT_CONNECTED, "NOT_CONNECTED: the link was lost; the driver connects again, so repeat the transfer"},
+    {abi::ALREADY_CONNECTED, "ALREADY_CONNECTED"},
+    {abi::NOTIFY_FAILED, "NOTIFY_FAILED: use notify_via=control"},
+    {abi::UNSUPPORTED, "UNSUPPORTED: this back-end or these two ends cannot do that; compare protocol_desc, TLS switch, CANN and driver "
+                       "versions of both"},
+    {abi::RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED: too many links are busy at once; lower in_flight, or raise "
+                              "comm_resource_config.max_active_channels"},
+    {abi::FAILED, "FAILED: HIXL's log says why (ASCEND_SLOG_PRINT_TO_STDOUT=1); not initialised, no listener at the address, port in use, or "
+                  "a failed transfer"},
+    {107002, "ACL code 107002: no context on the thread; is the NPU visible, and the option device right?"},
+    {207000, "ACL code 207000: the feature is not supported; fabric memory needs HDK 26 or aclrtMallocHost memory, and CANN 9"},
+    {207001, "ACL code 207001: the NPU's memory, or memory that can be pinned, ran out"},
+    {507011, "ACL code 507011: a kernel or copy failed on the NPU"},
+    {507046, "ACL code 507046: waiting for a stream timed out"},
+    {507047, "ACL code 507047: waiting for an event timed out"},
+    {507899, "ACL code 507899: the NPU's driver failed; look at `npu-smi info` and dmesg"},
+};
+
+}  // namespace
+
+const char *error_text(int32_t status, int32_t native) {
+    static const char *const texts[] = {
+        "done",
+        "malformed argument",
+        "outside the memory, or a notification longer than the driver takes",
+        "the memory's rights forbid it",
+        "HIXL cannot do that here",
+        "memory ran out",
+        "a bounded resource is in use; try again later",
+        "the link is down, stopped or fenced, or a transfer on it failed",
+        "cancelled before it began",
+        "no answer in time",
+        "what the peer sent makes no sense: no hixl driver of this version makes such cards or messages",
+        "the operating system refused",
+    };
+    static thread_local char text[400];
+    if (status < 0) status = -status;
+    if (status < 0 || static_cast<size_t>(status) >= sizeof texts / sizeof *texts) return "unknown status";
+    if (native == 0) return texts[status];
+    if (status == HXA_E_SYSTEM) {
+        std::snprintf(text, sizeof text, "%s (errno %d)", texts[status], native);
+        return text;
+    }
+    for (const Remedy &remedy : REMEDIES) {
+        if (remedy.native != static_cast<uint32_t>(native)) continue;
+        std::snprintf(text, sizeof text, "%s (HIXL: %s)", texts[status], remedy.text);
+        return text;
+    }
+    std::snprintf(text, sizeof text, "%s (ACL code %d; CANN's documentation of aclError tells more)", texts[status], native);
+    return text;
+}
+
+}  // namespace hx

@@ -1,0 +1,25 @@
+// Codes of HIXL and AscendCL, in the words of hxa_status and of people.
+#pragma once
+
+#include <cstdint>
+
+#include "abi.hpp"
+#include "hxa_driver.h"
+
+namespace hx {
+
+// What became of one call.
+struct Outcome {
+    int32_t status = HXA_OK;           // hxa_status
+    int32_t native = 0;
+    uint32_t scope = HXA_SCOPE_OP;
+
+    bool ok() const { return status == HXA_OK; }
+};
+
+int32_t status_of(uint32_t native);
+inline Outcome outcome_of(uint32_t native) { return {status_of(native), static_cast<int32_t>(native), HXA_SCOPE_OP}; }
+
+const char *error_text(int32_t status, int32_t native);
+
+}  // namespace hx
