@@ -2,15 +2,17 @@
 
 ``pytest tests/drivers --driver=NAME`` runs it against any driver: one that is installed (entry point), one of the
 package, or the file of a module (a path).  What a driver cannot do, by its own capability bits, is skipped with that
-reason.
+reason.  ``--driver=hixl:comm``, ``:cs`` and ``:fab`` choose the back-end; the library is the simulated one of tests/hixlsim.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -50,8 +52,23 @@ def driver(driver_name: str) -> vt.CDriver:
 
 
 @pytest.fixture(scope="session")
-def driver_options(request: pytest.FixtureRequest) -> dict[str, str]:
-    return dict(option.split("=", 1) for option in request.config.getoption("--driver-option", default=[]))
+def driver_options(request: pytest.FixtureRequest, driver_name: str) -> dict[str, str]:
+    options = dict(option.split("=", 1) for option in request.config.getoption("--driver-option", default=[]))
+    name, _, backend = driver_name.partition(":")
+    if name == "hixl":
+        options.setdefault("library", str(hixlsim()))
+        if backend:
+            options.setdefault("backend", backend)
+    return options
+
+
+def hixlsim() -> Path:
+    """The root of the simulated toolkit, built when it is first asked for."""
+    root = Path(__file__).resolve().parents[1] / "hixlsim"
+    spec = importlib.util.spec_from_file_location("hixlsim_build", root / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build()
 
 
 @pytest.fixture(autouse=True)

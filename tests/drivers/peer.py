@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 if __name__ == "__main__":
@@ -55,25 +56,35 @@ class Peer:
     def __init__(self, driver: str, options: dict[str, object] | None = None) -> None:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(vt.DEADLINE)
-        with theirs:
+        ours, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.wire = vt.Wire(ours)
+        self.links: list[vt.Link] = []
+        with theirs, far:
+            fds = [theirs.fileno(), far.fileno()]
             arguments = [
                 f"--driver={driver}",
-                f"--fd={theirs.fileno()}",
+                f"--fd={fds[0]}",
+                f"--wire={fds[1]}",
                 *(f"{k}={v}" for k, v in (options or {}).items()),
             ]
-            self.process = subprocess.Popen([sys.executable, __file__, *arguments], pass_fds=[theirs.fileno()])
+            self.process = subprocess.Popen([sys.executable, __file__, *arguments], pass_fds=fds)
         self.pid = self.process.pid
         try:
             self.call("ready")
         except BaseException:
             self.kill()
             self.sock.close()
+            ours.close()
             raise
 
     def ask(self, what: str, card: vt.CCard | None = None, **arguments: Any) -> None:
         send(self.sock, (what, arguments), card)
 
     def answer(self) -> Any:
+        end = time.monotonic() + vt.DEADLINE
+        while not select.select([self.sock], [], [], 0.002)[0] and time.monotonic() < end:
+            for link in self.links:
+                link.take()
         (ok, value), card = receive(self.sock)
         if not ok:
             raise AssertionError(f"in the peer: {value}")
@@ -86,9 +97,15 @@ class Peer:
     def join(self, instance: vt.Instance) -> vt.Link:
         """A link from here to there, up at both ends."""
         link = instance.link(1 + len(instance.links))
+        self.attach(link)
         link.connect(self.call("link"))
         self.call("connect", link.card)
         return link
+
+    def attach(self, link: vt.Link) -> None:
+        """What the drivers at both ends have to say to each other goes over our wire."""
+        link.other = self.wire
+        self.links.append(link)
 
     def region(self, link: vt.Link, size: int, rights: int = 3, seed: int = 0) -> tuple[int, vt.Memory]:
         """Memory of the peer: its number there, and the import here."""
@@ -113,6 +130,7 @@ class Peer:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.sock.close()
+            self.wire.sock.close()
         try:
             self.process.wait(vt.DEADLINE)
         except subprocess.TimeoutExpired:
@@ -131,7 +149,8 @@ class Peer:
 class Server:
     """The other side.  Each public method is a call; there is one link."""
 
-    def __init__(self, driver: str, options: dict[str, str]) -> None:
+    def __init__(self, driver: str, options: dict[str, str], wire: socket.socket) -> None:
+        self.wire = vt.Wire(wire)
         self.instance = vt.Instance(vt.load(driver), options)
         self.made: vt.Link | None = None
         self.memories: list[vt.Memory] = []
@@ -143,6 +162,7 @@ class Server:
 
     def link(self) -> vt.CCard:
         self.made = self.instance.link()
+        self.made.other = self.wire
         return self.made.card
 
     def connect(self, card: vt.CCard) -> None:
@@ -250,7 +270,12 @@ class Server:
                     link.poll()
                     continue
                 fds.append(link.fd)
-            readable = select.select(fds, [], [])[0]
+            carried = link is not None and not self.quiet and not self.wire.ended
+            # A message that found no room goes on its way with the next look.
+            patience = 0.01 if self.wire.waiting else None
+            readable = select.select([*fds, *([self.wire.sock.fileno()] if carried else [])], [], [], patience)[0]
+            if carried:
+                link.take()
             if fds[-1] != sock.fileno() and fds[-1] in readable:
                 link.poll()
             if sock.fileno() not in readable:
@@ -271,12 +296,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--driver")
     parser.add_argument("--fd", type=int)
+    parser.add_argument("--wire", type=int)
     parser.add_argument("options", nargs="*")
     arguments = parser.parse_args()
-    server = Server(arguments.driver, dict(option.split("=", 1) for option in arguments.options))
-    with socket.socket(fileno=arguments.fd) as sock:
+    with socket.socket(fileno=arguments.fd) as sock, socket.socket(fileno=arguments.wire) as wire:
+        server = Server(arguments.driver, dict(option.split("=", 1) for option in arguments.options), wire)
         server.run(sock)
-    server.instance.close()
+        server.instance.close()
 
 
 if __name__ == "__main__":

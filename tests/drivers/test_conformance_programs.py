@@ -105,6 +105,10 @@ def send(side: Side, step: Step, signal: tuple[vt.Memory, int, int] | None) -> N
     if op.answer == vt.PENDING:
         event("a note waits for room")
         side.waiting.append(op)
+    if step.signal:  # it does not wait for room, but for a thread of the driver perhaps
+        word = side.there.view[step.signal[0] * 8 : step.signal[0] * 8 + 8]
+        side.link.instance.until(lambda: word == step.signal[1].to_bytes(8, "little"))
+        word.release()
     apply(side, step)
 
 

@@ -12,9 +12,10 @@ import importlib
 import importlib.util
 import os
 import select
+import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -31,7 +32,7 @@ READ, WRITE = 0, 1
 MAY_READ, MAY_WRITE = 1, 2
 HOST, DEVICE = 0, 1
 CAPS = ("LOCAL_ANY", "ALLOC", "REGISTER", "SAME_HOST", "SIGNAL", "NOTIFY", "CANCEL", "FDS")
-NOTE, SIGNAL, LINK_DOWN, LOG = 1, 2, 3, 4
+NOTE, SIGNAL, LINK_DOWN, LOG, MESSAGE = 1, 2, 3, 4, 5
 CARD_BYTES, CARD_FDS = 1024, 4
 DEADLINE = 20.0  # seconds until a wait fails; nothing takes that long unless it hangs
 
@@ -208,7 +209,11 @@ def drop(card: CCard) -> None:
 
 
 def load(name: str) -> CDriver:
-    """The table of a driver, by entry point, by module ``hixl_async.drivers._NAME``, or from the file of a module."""
+    """The table of a driver, by entry point, by module ``hixl_async.drivers._NAME``, or from the file of a module.
+
+    What follows a colon is about options; see ``conftest.py``.
+    """
+    name = name.partition(":")[0]
     if os.sep in name:
         module_name = os.path.basename(name).partition(".")[0]
         spec = importlib.util.spec_from_file_location(module_name, name)
@@ -231,6 +236,44 @@ class Event:
     status: int
     topic: bytes
     data: bytes
+
+
+class Wire:
+    """What carries the messages of one link to the driver in another process; any thread may send, nothing blocks."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.lock = threading.Lock()
+        self.waiting: deque[bytes] = deque()
+        self.ended = False
+
+    def send(self, data: bytes) -> None:
+        with self.lock:
+            self.waiting.append(data)
+            self._flush()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while self.waiting:
+                self.sock.send(self.waiting[0])
+                self.waiting.popleft()
+
+    def receive(self) -> list[bytes]:
+        out: list[bytes] = []
+        with self.lock:
+            self._flush()
+        with contextlib.suppress(BlockingIOError):
+            while not self.ended:
+                try:
+                    data = self.sock.recv(1 << 20)
+                except ConnectionError:
+                    data = b""
+                if data:
+                    out.append(data)
+                else:
+                    self.ended = True
+        return out
 
 
 class Op:
@@ -305,10 +348,15 @@ class Memory:
         return card
 
     def release(self) -> None:
-        if not self.released:
-            self.released = True
+        if self.released:
+            return
+        self.released = True
+        self.instance.memories.discard(self)
+        if self.address is None or not self.instance.vt.mem_retire:
             self.instance.vt.mem_release(self.handle)
-            self.instance.memories.discard(self)
+            return
+        op = Op(self.instance, self.keep)
+        op.accepted("mem_retire", self.instance.vt.mem_retire(self.handle, op.pointer))
 
 
 class Link:
@@ -321,7 +369,24 @@ class Link:
         self.stopped: Op | None = None
         self.freed = False
         self.more = False
+        self.inbox: deque[bytes] = deque()  # messages of the driver at the other end
+        self.other: Link | Wire | None = None
         instance.links[cookie] = self
+
+    def carry(self, data: bytes) -> None:
+        """A message of the driver here to the one at the other end; called by its threads."""
+        if isinstance(self.other, Wire):
+            self.other.send(data)
+        elif self.other is not None:
+            self.other.inbox.append(data)
+
+    def take(self) -> None:
+        """Gives the driver what the other end said, as the loop of this side would."""
+        if isinstance(self.other, Wire):
+            self.inbox.extend(self.other.receive())
+        while self.inbox and not self.freed:
+            data = self.inbox.popleft()
+            self.vt.message(self.handle, data, len(data))
 
     def connect(self, card: CCard) -> Link:
         op = Op(self.instance)
@@ -333,6 +398,7 @@ class Link:
         return self.vt.link_fd(self.handle)
 
     def poll(self, budget: int = 64) -> int:
+        self.take()
         answer = self.vt.poll(self.handle, budget)
         assert answer in (0, 1)
         self.more = bool(answer)
@@ -437,6 +503,8 @@ class Instance:
         self.links: dict[int, Link] = {}
         self.memories: set[Memory] = set()
         self.closed = False
+        self.started = False
+        self.logs: list[str] = []
         self.sink = CSink(None, POST(self._post), EVENT(self._event))
         options = [(key.encode(), str(value).encode()) for key, value in self.options.items()]
         array = (COption * max(1, len(options)))(*options)
@@ -470,6 +538,16 @@ class Instance:
         seen = Event(
             raw.link, raw.kind, raw.status, c.string_at(raw.topic, raw.topic_len), c.string_at(raw.data, raw.data_len)
         )
+        if seen.kind == LOG:
+            self.logs.append(seen.data.decode())
+            return
+        if seen.kind == MESSAGE:
+            link = self.links.get(seen.link)
+            if link is None:
+                self.violations.append("a message for a link that is gone")
+            else:
+                link.carry(seen.data)
+            return
         with self.changed:
             self.events.append(seen)
             if seen.kind == LINK_DOWN and seen.link in self.links:
@@ -492,21 +570,39 @@ class Instance:
         self.vt.stats(self.handle, c.byref(out))
         return out
 
+    def start(self) -> None:
+        """Before the first link or memory, where the driver has something to start."""
+        if self.started or not self.vt.start:
+            return
+        self.started = True
+        op = Op(self)
+        op.accepted("start", self.vt.start(self.handle, op.pointer)).ok()
+
+    def ready(self, memory: Memory) -> Memory:
+        """Once peers may be told of it."""
+        if self.vt.mem_ready:
+            op = Op(self)
+            op.accepted("mem_ready", self.vt.mem_ready(memory.handle, op.pointer)).ok()
+        return memory
+
     def alloc(self, size: int, rights: int = MAY_READ | MAY_WRITE) -> Memory:
+        self.start()
         handle, address = c.c_void_p(), c.c_void_p()
         check("mem_alloc", self.vt.mem_alloc(self.handle, size, rights, c.byref(handle), c.byref(address)))
         memory = Memory(self, handle.value, size, address.value)
         self.memories.add(memory)
-        return memory
+        return self.ready(memory)
 
     def register(self, buffer: Any, rights: int = MAY_READ | MAY_WRITE, kind: int = HOST) -> Memory:
+        self.start()
         handle, size, address = c.c_void_p(), c.sizeof(buffer), c.addressof(buffer)
         check("mem_register", self.vt.mem_register(self.handle, address, size, kind, rights, c.byref(handle)))
         memory = Memory(self, handle.value, size, address, keep=buffer)
         self.memories.add(memory)
-        return memory
+        return self.ready(memory)
 
     def link(self, cookie: int = 7) -> Link:
+        self.start()
         return Link(self, cookie)
 
     def until(self, true: Callable[[], Any], *links: Link, timeout: float = DEADLINE, what: str = "timed out") -> None:
@@ -515,6 +611,8 @@ class Instance:
         while not true():
             if time.monotonic() > end:
                 raise AssertionError(f"{what}: {true}")
+            for link in links:
+                link.take()
             watched = {link.fd: link for link in links if not link.freed and link.fd >= 0 and link.down is None}
             busy = [link for link in watched.values() if link.more]
             if watched:
@@ -542,8 +640,12 @@ class Instance:
         self.until(lambda: not self.ops, what="ops are left")
         for memory in list(self.memories):
             memory.release()
+        self.until(lambda: not self.ops, what="memories are left")
         stats = self.stats()
         assert (stats.links, stats.memories) == (0, 0), f"gauges: {stats.links} links, {stats.memories} memories"
+        if self.started and self.vt.shutdown:
+            op = Op(self)
+            op.accepted("shutdown", self.vt.shutdown(self.handle, op.pointer)).ok()
         self.vt.close(self.handle)
         assert not self.violations, self.violations
 
@@ -567,6 +669,7 @@ def unless_busy(call: Callable[..., Op], *arguments: Any, **more: Any) -> Op | N
 def join(a: Instance, b: Instance) -> tuple[Link, Link]:
     """Two links of one process, connected with each other."""
     left, right = a.link(1 + len(a.links)), b.link(101 + len(b.links))
+    left.other, right.other = right, left
     left.connect(right.card)
     right.connect(left.card)
     return left, right
@@ -574,6 +677,11 @@ def join(a: Instance, b: Instance) -> tuple[Link, Link]:
 
 def has(vt: CDriver, *caps: str) -> bool:
     return all(vt.caps >> CAPS.index(cap) & 1 for cap in caps)
+
+
+def relies_on_control(vt: CDriver) -> bool:
+    """Whether the driver leaves it to the control connection to notice that a peer is gone."""
+    return bool(vt.message)
 
 
 def fill(view: memoryview, seed: int = 1) -> None:
