@@ -4,7 +4,7 @@ cimport cython
 from cpython.buffer cimport PyObject_CheckBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 
-from ._memory cimport LocalMemory, RemoteMemory, Slice, check_access, fill, raise_gone, whole
+from ._memory cimport LocalMemory, RemoteMemory, Slice, check_access, check_reach, fill, raise_gone, whole
 from .driver cimport *
 
 from array import array
@@ -126,6 +126,8 @@ cdef class Batch:
         if local.core is not remote.core:
             raise errors.InvalidArgumentError(f"{local!r} belongs to another engine than {remote!r}")
         check_access(remote, self.verb)
+        if local.mems[self.link.driver.index] == NULL:
+            check_reach(local, self.link.driver)
         if self.verb == HXA_READ and local.readonly:
             raise errors.BufferTypeError("the local region was registered from a read-only buffer; it cannot be read into")
         if local not in self.memories:

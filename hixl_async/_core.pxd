@@ -9,7 +9,7 @@ from .driver cimport hxa_op
 
 
 cdef class Core(Hub):
-    cdef object handler               # handler(kind, cookie, status, topic, data): notifications, signals, lost links
+    cdef object handler               # handler(driver, kind, cookie, status, topic, data): notifications, signals, lost links
     cdef object is_running            # loop.is_running, bound once
     cdef uint64_t generation          # fork_generation at open (C10)
     cdef readonly bint closed         # no new work
@@ -29,7 +29,9 @@ cdef class Core(Hub):
     cdef uint64_t _pin_buffer(self, Transfer transfer, object local, uint32_t verb, Link link) except? <uint64_t>-1
     cdef int _attach_note(self, Transfer transfer, Driver driver, object notify) except -1
     cdef int _attach_signal(self, Transfer transfer, Driver driver, object signal) except -1
+    cdef int _find_place(self, Transfer transfer, object local, uint64_t size, Driver driver) except -1
     cdef list _flights(self)
+    cdef int _place(self, LocalMemory memory, Driver driver) except -1
     cdef int _own(self, LocalMemory memory, char *address, uint64_t size, uint32_t rights) except -1
     cdef int _launch(self, Transfer transfer, object notify, object signal, object deadline, object priority) except -1
     cdef int _track(self, Transfer transfer) except -1

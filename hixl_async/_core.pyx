@@ -30,8 +30,10 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.math cimport INFINITY
 
 from ._batch cimport Batch
-from ._link cimport Driver, Hub, Link, driver_error, hxa_letter, hxa_mailbox, hxa_mailbox_asleep, hxa_mailbox_signals
-from ._memory cimport LocalMemory, Memory, RemoteMemory, Slice, check_access, raise_gone, whole
+from ._link cimport (
+    Driver, Hub, Link, MAX_DRIVERS, driver_error, hxa_letter, hxa_mailbox, hxa_mailbox_asleep, hxa_mailbox_signals,
+)
+from ._memory cimport LocalMemory, Memory, Places, RemoteMemory, Slice, check_access, check_reach, raise_gone, whole
 from ._transfer cimport ACTIVE, CANCELLED, COST_NANOSECONDS, CREDIT, DONE, Drain, FAILED, SMALL_BYTES, Transfer
 from .driver cimport *
 
@@ -95,7 +97,7 @@ cdef class Core(Hub):
         self.finished = True
 
     def _open(self, loop, handler, double stall, int burst):
-        """Binds the core to `loop`; `handler(kind, cookie, status, topic, data)` hears what drivers report.
+        """Binds the core to `loop`; `handler(driver, kind, cookie, status, topic, data)` hears what drivers report.
 
         `burst` is the most that one pass of the loop takes of completions and of each link's notifications.
         """
@@ -114,7 +116,7 @@ cdef class Core(Hub):
         self.call_soon, self.is_running = loop.call_soon, loop.is_running
         self.thread = PyThread_get_thread_ident()
         self.generation = fork_generation
-        self.drivers, self.graveyard = (), []
+        self.drivers, self.graveyard, self.places = (), [], Places()
         self.credit, self.burst = CREDIT, burst
         self.closed = self.finished = False
         loop.add_reader(self.box.fd, self._signalled)
@@ -157,8 +159,9 @@ cdef class Core(Hub):
         if answer:
             memory.mems[driver.index] = NULL
             raise driver_error(driver, -answer, 0, f"allocation of {size} bytes", None)
+        memory.allocator = driver.index + 1
         self._own(memory, <char *>address, size, rights)
-        driver.memories += 1
+        self._place(memory, driver)
 
     def _borrow(self, LocalMemory memory, buffer, uint32_t rights):
         """Takes the memory of a buffer object, which stays pinned and cannot be resized meanwhile."""
@@ -180,9 +183,9 @@ cdef class Core(Hub):
             raise errors.RangeError("the buffer is empty; there is nothing to register")
         self._own(memory, <char *>memory.source.buf, memory.source.len, rights)
 
-    def _borrow_address(self, LocalMemory memory, owner, size_t address, uint64_t size, uint32_t rights):
-        """Takes memory by address; `owner` is kept alive."""
-        memory.owner = owner
+    def _borrow_address(self, LocalMemory memory, owner, size_t address, uint64_t size, uint32_t rights, bint device):
+        """Takes memory by address, of the host or a device; `owner` is kept alive."""
+        memory.owner, memory.device = owner, device
         self._own(memory, <char *>address, size, rights)
 
     cdef int _own(self, LocalMemory memory, char *address, uint64_t size, uint32_t rights) except -1:
@@ -190,14 +193,25 @@ cdef class Core(Hub):
         self.local_memories += 1
         return 0
 
-    def _register(self, LocalMemory memory, Driver driver, uint32_t kind):
-        """Makes `memory` known to a further driver."""
+    def _register(self, LocalMemory memory, Driver driver):
+        """Makes `memory` known to a further driver; False if that cannot use memory of this kind."""
+        cdef uint32_t kind = HXA_KIND_DEVICE if memory.device else HXA_KIND_HOST
         cdef int answer = driver.table.mem_register(
             driver.instance, memory.address, memory.size, kind, memory.rights, &memory.mems[driver.index])
         if answer:
             memory.mems[driver.index] = NULL
+            if answer == -HXA_E_UNSUPPORTED:
+                return False
             raise driver_error(driver, -answer, 0, f"registration of {memory.size} bytes", None)
+        self._place(memory, driver)
+        return True
+
+    cdef int _place(self, LocalMemory memory, Driver driver) except -1:
+        """`driver` knows `memory` from now on."""
         driver.memories += 1
+        if driver.capabilities & HXA_CAP_LOCAL_ANY == 0:
+            (<Places>self.places).add(memory)
+        return 0
 
     # -- work
 
@@ -289,20 +303,23 @@ cdef class Core(Hub):
         if verb == HXA_READ and (<LocalMemory>memory).readonly:
             raise errors.BufferTypeError("the local region was registered from a read-only buffer; it cannot be read into")
         transfer.desc.lmem = memory.mems[link.driver.index]
-        transfer.desc.loff = left.offset if transfer.desc.lmem != NULL else <uint64_t>memory.address + left.offset
+        transfer.desc.loff = left.offset
+        if transfer.desc.lmem == NULL:
+            check_reach(<LocalMemory>memory, link.driver)
+            transfer.desc.loff += <uint64_t>memory.address
         transfer.local = memory
         memory.flights += 1
         return 0
 
     cdef uint64_t _pin_buffer(self, Transfer transfer, object local, uint32_t verb, Link link) except? <uint64_t>-1:
-        if link.driver.capabilities & HXA_CAP_LOCAL_ANY == 0:
-            raise errors.BufferTypeError(
-                f"driver {link.driver.name!r} moves registered memory only; use engine.register(name, buffer) and its ranges"
-            )
+        cdef uint64_t size
+        cdef bint anywhere = link.driver.capabilities & HXA_CAP_LOCAL_ANY
         if not PyObject_CheckBuffer(local):
-            address, size, owner = self._address_of(local, verb == HXA_READ)
-            transfer.local = owner
-            transfer.desc.loff = address
+            transfer.desc.loff, size, owner, device = self._address_of(local, verb == HXA_READ)
+            if anywhere and not device:
+                transfer.local = owner
+            else:
+                self._find_place(transfer, local, size, link.driver)
             return size
         try:
             PyObject_GetBuffer(local, &transfer.view, PyBUF_WRITABLE if verb == HXA_READ else PyBUF_SIMPLE)
@@ -312,10 +329,28 @@ cdef class Core(Hub):
                 + (" and writable to be read into" if verb == HXA_READ else "")
             ) from error
         transfer.desc.loff = <uint64_t>transfer.view.buf
-        return transfer.view.len
+        size = transfer.view.len
+        if not anywhere:
+            PyBuffer_Release(&transfer.view)  # the region that it lies in keeps it alive
+            self._find_place(transfer, local, size, link.driver)
+        return size
+
+    cdef int _find_place(self, Transfer transfer, object local, uint64_t size, Driver driver) except -1:
+        """Names an address of ours by the region that it lies in, for a driver that moves nothing else."""
+        cdef LocalMemory memory = (<Places>self.places).find(transfer.desc.loff, size, driver.index)
+        if memory is None:
+            raise errors.BufferTypeError(
+                f"driver {driver.name!r} moves registered memory only, and this {type(local).__name__} lies in no region of "
+                "this engine; engine.register(name, buffer) the memory first, once, and use any part of it"
+            )
+        transfer.desc.lmem = memory.mems[driver.index]
+        transfer.desc.loff -= <uint64_t>memory.address
+        transfer.local = memory
+        memory.flights += 1
+        return 0
 
     def _address_of(self, local, writable):
-        """``(address, bytes, owner)`` of an object without the buffer protocol; `Engine` knows more kinds."""
+        """``(address, bytes, owner, on a device)`` of an object without the buffer protocol; `Engine` knows more kinds."""
         raise errors.BufferTypeError(f"local must be a region's range or a contiguous buffer, not {type(local).__name__}")
 
     def submit(self, Batch batch, *, notify=None, signal=None, deadline=None, priority=None):
@@ -498,6 +533,9 @@ cdef class Core(Hub):
             raise driver_error(call.link.driver, -answer, op.native, what, call.link.peer)
         return call
 
+    cdef int _status(self, object call) except -1:
+        return (<Transfer>call).op.status
+
     cdef int _track(self, Transfer transfer) except -1:
         Py_INCREF(transfer)  # C1: the flight's own reference
         transfer.flying = True
@@ -539,9 +577,9 @@ cdef class Core(Hub):
             elif op.status == HXA_E_CANCELLED and not transfer.control:
                 transfer._resolve(CANCELLED, None)
             else:
+                failed = f"{transfer!r} failed, the contents of its target are undefined"
                 transfer._resolve(FAILED, driver_error(
-                    transfer.link.driver, op.status, op.native,
-                    f"{transfer!r} failed, the contents of its target are undefined" if not transfer.control else "link",
+                    transfer.link.driver, op.status, op.native, failed if not transfer.control else transfer.link.what,
                     transfer.link.peer, op.failed if op.failed >= 0 else None))
         return 0
 
@@ -608,10 +646,11 @@ cdef class Core(Hub):
         self.letters = letter.next
         topic = PyBytes_FromStringAndSize(<const char *>letter.event.topic, letter.event.topic_len)
         data = PyBytes_FromStringAndSize(<const char *>letter.event.data, letter.event.data_len)
-        kind, cookie, status = letter.event.kind, letter.event.link, letter.event.status
+        kind, status = letter.event.kind, letter.event.status
+        index, cookie = letter.event.link % MAX_DRIVERS, letter.event.link // MAX_DRIVERS
         free(letter)
         try:
-            self.handler(kind, cookie, status, topic, data)
+            self.handler(self.drivers[index], kind, cookie, status, topic, data)
         except Exception as error:
             self.loop.call_exception_handler({"message": "a driver's event could not be handled", "exception": error})
         return 0
@@ -642,16 +681,20 @@ cdef class Core(Hub):
         cdef Transfer transfer
         cdef uint64_t landed
         cdef double now = self.loop.time()
+        cdef bint waiting = self.in_flight > 0
         self.watchdog = None
         for transfer in self._flights():
-            if transfer.control or transfer.outcome != ACTIVE or transfer.link.link == NULL:
+            if transfer.control or transfer.link.link == NULL:
                 continue
+            if transfer.outcome != ACTIVE and not transfer._abandonable():
+                continue
+            waiting = True
             landed = transfer.link.driver.table.progress(transfer.link.link, &transfer.op)
             if landed != transfer.landed:
                 transfer.landed, transfer.moved = landed, now
             elif now - transfer.moved >= self.stall:
                 transfer._time_out(f"made no progress for {self.stall:g} s")
-        if self.in_flight > 0 and not self.finished:
+        if waiting and not self.finished:
             self.watchdog = self.loop.call_later(self.stall / 8, self._watch)
 
     cdef list _flights(self):
@@ -720,7 +763,7 @@ cdef class Core(Hub):
             start, size = <uint64_t>view.buf, view.len
             PyBuffer_Release(&view)
         else:
-            start, size, _ = self._address_of(buffer, False)
+            start, size, _, _ = self._address_of(buffer, False)
         return self._drained_local(start, size)
 
     # -- end

@@ -29,6 +29,7 @@ cdef class Hub:
     cdef int burst                    # the most that one pass of the loop takes: completions; notifications of a link
     cdef int credit                   # finished work that may still be awaited without a trip through the loop (C8)
     cdef tuple drivers                # Driver, in order of preference; a tuple, for the collector empties lists
+    cdef object places                # Places: memories by address, for drivers that move nothing else
     cdef list graveyard               # memories whose last view was dropped in another thread
     cdef readonly Py_ssize_t in_flight        # transfers without an outcome
     cdef readonly Py_ssize_t local_memories
@@ -39,11 +40,13 @@ cdef class Hub:
     cdef int _deliver_all(self) except -1
     cdef hxa_op *_control(self, Link link) except NULL
     cdef object _answer(self, hxa_op *op, int answer, str what, object memory=*)
+    cdef int _status(self, object call) except -1
     cdef int _dispose(self) except -1
 
 
 cdef class Driver:
-    cdef const hxa_driver *table      # the driver's functions
+    cdef const hxa_driver *table      # the driver's functions: `own`
+    cdef hxa_driver own               # a copy of its table; what it does not have is NULL
     cdef hxa_instance *instance       # NULL once closed
     cdef object capsule               # keeps the module, and so the table, alive
     cdef object options               # keeps what they refer to alive
@@ -59,13 +62,15 @@ cdef class Driver:
     cdef bint closing                 # close as soon as memories is 0
 
     cdef int _forget(self) except -1
+    cdef Link _without_peer(self, str what)
 
 
 cdef class Link:
     cdef hxa_link *link               # NULL once freed
     cdef readonly Driver driver
     cdef readonly uint64_t cookie     # what events of this link carry
-    cdef readonly str peer            # the peer's name, for errors
+    cdef readonly str peer            # the peer's name, for errors; None: a call that concerns no peer
+    cdef str what                     # a call of this link that failed, in a word
     cdef readonly bint up             # submits are accepted
     cdef int fd                       # the driver's descriptor that is watched, or -1
     cdef bint poll_scheduled

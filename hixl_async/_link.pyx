@@ -13,11 +13,15 @@ from . import errors
 
 # What a peer sent before its end is still taken, but no more than this many notifications: it may be still sending.
 cdef enum: LAST_POLLS = 64, LAST_POLL_EVENTS = 256
+cdef enum: MAX_OPTIONS = 64
 
 EVENT_NOTE = HXA_EVENT_NOTE
 EVENT_SIGNAL = HXA_EVENT_SIGNAL
 EVENT_LINK_DOWN = HXA_EVENT_LINK_DOWN
 EVENT_LOG = HXA_EVENT_LOG
+EVENT_MESSAGE = HXA_EVENT_MESSAGE
+
+MESSAGE_LIMIT = HXA_MESSAGE_BYTES
 
 CAP_ALLOC = HXA_CAP_ALLOC
 CAP_REGISTER = HXA_CAP_REGISTER
@@ -55,6 +59,10 @@ cdef class Hub:
 
     cdef object _answer(self, hxa_op *op, int answer, str what, object memory=None):
         """What the driver answered to such a call, as an awaitable; `memory` stays pinned until the driver is done with it."""
+        raise NotImplementedError
+
+    cdef int _status(self, object call) except -1:
+        """The status of such a call once the driver is done with it."""
         raise NotImplementedError
 
     cdef int _dispose(self) except -1:
@@ -120,8 +128,8 @@ def table_problem(capsule):
     table = <const hxa_driver *>PyCapsule_GetPointer(capsule, HXA_DRIVER_CAPSULE)
     if table.abi != HXA_DRIVER_ABI:
         return f"it was built for driver interface {table.abi}, this core has {HXA_DRIVER_ABI}; rebuild it"
-    if table.size < sizeof(hxa_driver):
-        return f"its table has {table.size} bytes, this core needs {sizeof(hxa_driver)}; rebuild it"
+    if table.size < HXA_DRIVER_MIN_SIZE:
+        return f"its table has {table.size} bytes, this core needs {HXA_DRIVER_MIN_SIZE}; rebuild it"
     return None
 
 
@@ -130,24 +138,31 @@ def table_capabilities(capsule):
     return (<const hxa_driver *>PyCapsule_GetPointer(capsule, HXA_DRIVER_CAPSULE)).caps
 
 
+cdef dict OPEN_ERRORS = {HXA_E_INVALID: errors.InvalidArgumentError, HXA_E_UNSUPPORTED: errors.DriverLoadError}
+
+
 @cython.no_gc_clear
 cdef class Driver:
     """An opened driver."""
 
     def __cinit__(self, Hub core, capsule, str name, dict options):
-        cdef hxa_option pairs[16]
+        cdef hxa_option pairs[MAX_OPTIONS]
         cdef hxa_limits limits
-        cdef char text[512]
+        cdef char text[4096]
         cdef Py_ssize_t i
         problem = table_problem(capsule)
         if problem is not None:
             raise errors.DriverLoadError(f"driver {name!r}: {problem}")
         if len(core.drivers) == MAX_DRIVERS:
             raise errors.InvalidArgumentError(f"an engine takes at most {MAX_DRIVERS} drivers")
-        if len(options) > 16:
-            raise errors.InvalidArgumentError(f"driver {name!r}: at most 16 options")
+        if len(options) > MAX_OPTIONS:
+            raise errors.InvalidArgumentError(f"driver {name!r}: at most {MAX_OPTIONS} options")
         self.core, self.capsule, self.options, self.name = core, capsule, options, name
-        self.table = <const hxa_driver *>PyCapsule_GetPointer(capsule, HXA_DRIVER_CAPSULE)
+        # The table may be that of an older interface, which is shorter.
+        cdef const hxa_driver *table = <const hxa_driver *>PyCapsule_GetPointer(capsule, HXA_DRIVER_CAPSULE)
+        memset(&self.own, 0, sizeof(self.own))
+        memcpy(&self.own, table, min(<size_t>table.size, sizeof(self.own)))
+        self.table = &self.own
         encoded = []
         for key, value in options.items():
             # A driver that wraps another gets the other's table by its address.
@@ -165,7 +180,7 @@ cdef class Driver:
         if answer:
             self.instance = NULL
             reason = text.decode("utf-8", "replace") or str(driver_error(self, -answer, 0, "open", None))
-            kind = errors.InvalidArgumentError if -answer == HXA_E_INVALID else errors.DriverError
+            kind = OPEN_ERRORS.get(-answer, errors.DriverError)
             raise kind(f"driver {name!r} could not be opened: {reason}")
         memset(&limits, 0, sizeof(limits))
         self.table.limits(self.instance, &limits)
@@ -188,13 +203,49 @@ cdef class Driver:
         self.table.stats(self.instance, &stats)
         return stats
 
+    def about(self):
+        """What the driver tells of itself and what it runs on, by name."""
+        cdef const char *text = NULL
+        if self.table.about != NULL and self.instance != NULL:
+            text = self.table.about(self.instance)
+        if text == NULL:
+            return {}
+        lines = (line.partition(":") for line in text.decode("utf-8", "replace").splitlines())
+        return {name.strip(): rest.strip() for name, _, rest in lines}
+
+    def start(self):
+        """Waits until links can be made.
+
+        :return: an awaitable.
+        """
+        what = f"start of driver {self.name!r}"
+        cdef hxa_op *op = self.core._control(self._without_peer(what))
+        return self.core._answer(op, self.table.start(self.instance, op) if self.table.start != NULL else HXA_DONE, what)
+
+    def shutdown(self):
+        """Ends what would make `close` wait; there are no links any more, and `start` is over, whatever came of it.
+
+        :return: an awaitable.
+        """
+        what = f"shutdown of driver {self.name!r}"
+        cdef hxa_op *op = self.core._control(self._without_peer(what))
+        return self.core._answer(
+            op, self.table.shutdown(self.instance, op) if self.table.shutdown != NULL else HXA_DONE, what)
+
+    cdef Link _without_peer(self, str what):
+        """Stands for the link where a call of the driver concerns no peer."""
+        cdef Link link = Link.__new__(Link)
+        link.driver, link.fd, link.stops, link.what = self, -1, [], what
+        return link
+
     def link_new(self, uint64_t cookie, str peer):
         """Our half of a link: ``(link, card bytes, card descriptors)``."""
         cdef hxa_card card
-        cdef Link link = Link.__new__(Link)
-        link.driver, link.cookie, link.peer, link.fd, link.stops = self, cookie, peer, -1, []
+        cdef Link link = self._without_peer("link")
+        link.cookie, link.peer = cookie, peer
         memset(&card, 0, sizeof(card))
-        cdef int answer = self.table.link_new(self.instance, cookie, &link.link, &card)
+        # Events say by their cookie which driver they are of.
+        cdef int answer = self.table.link_new(self.instance, cookie * MAX_DRIVERS + self.index, &link.link, &card)
         if answer:
             link.link = NULL
             raise driver_error(self, -answer, 0, "new link", peer)
@@ -291,6 +342,20 @@ cdef class Link:
         cdef int answer = table.link_pace(self.link, bytes_per_second)
         if answer:
             raise driver_error(self.driver, -answer, 0, "limit of the bandwidth", self.peer)
+
+    def message(self, bytes data):
+        """Hands over what the driver at the other end said; `connect` must have been called.
+
+        :raises ProtocolError: if our driver takes no messages, or can make nothing of this one.
+        """
+        cdef int answer
+        if self.driver.table.message == NULL:
+            raise errors.ProtocolError(f"driver {self.driver.name!r} takes no messages", peer=self.peer)
+        if self.link != NULL:
+            answer = self.driver.table.message(self.link, <const char *>data, len(data))
+            if answer < 0:
+                error = driver_error(self.driver, -answer, 0, "message of its driver", self.peer)
+                raise errors.ProtocolError(str(error), peer=self.peer)
 
     def fence(self):
         """Waits until the peer can no longer touch memory of ours through this link; it may never come.

@@ -13,6 +13,7 @@ cdef class Memory:
     cdef readonly uint32_t rights     # HXA_RIGHT_*: what a peer may do with it
     cdef readonly bint alive          # may be used in new work
     cdef Py_ssize_t flights           # slots, and peers that have it mapped, that pin it
+    cdef Py_ssize_t retiring          # flights of them that are drivers letting go of it
     cdef Py_ssize_t exports           # buffer views of it
     cdef Hub core
     cdef list waiters                 # futures of released()
@@ -28,6 +29,20 @@ cdef class LocalMemory(Memory):
     cdef Py_buffer source             # of registered memory: the view that keeps it alive
     cdef object owner                 # of registered memory without the buffer protocol: the object itself
     cdef readonly bint readonly       # registered from a read-only buffer
+    cdef readonly bint device         # lies on a device: its address means nothing to the CPU
+    cdef int allocator                # 1 + index of the driver that the pages belong to, or 0
+    cdef list retirements             # calls of drivers that let go of it in their own time
+
+    cdef int _give_back(self, int index) except -1
+    cdef int _leak(self, object error) except -1
+
+
+cdef class Places:
+    cdef list bases                   # first addresses, ascending
+    cdef list memories                # LocalMemory that begins there
+    cdef list ends                    # the highest end of it and all before it, for memories may overlap
+
+    cdef LocalMemory find(self, uint64_t address, uint64_t size, int index)
 
 
 cdef class RemoteMemory(Memory):
@@ -42,6 +57,7 @@ cdef class Slice:
 
 cdef Slice whole(object side, str name, type kind)
 cdef int check_access(Memory remote, uint32_t verb) except -1
+cdef int check_reach(LocalMemory local, Driver driver) except -1
 cdef int raise_gone(object memory) except -1
 
 

@@ -10,6 +10,8 @@ from libc.string cimport memset
 from ._link cimport Driver, Hub, Link, MAX_DRIVERS, driver_error, hxa_mailbox, pack_card, unpack_card
 from .driver cimport *
 
+from bisect import bisect_right
+
 from . import errors
 
 cdef extern from "Python.h":
@@ -32,6 +34,12 @@ cdef extern from *:
     PyObject *hxa_slice_step(object)
 
 
+cdef str NO_VIEW = "this region lies on a device; copy it to the host to look at it"
+
+# Memories that a transport did not let go of; never given back (C7).
+cdef list _leaked = []
+
+
 # Nothing here is cleared by the collector before it is freed: memoryviews of dead cycles call back into these objects.
 @cython.no_gc_clear
 cdef class Memory:
@@ -51,6 +59,7 @@ cdef class Memory:
 
     cdef int _let_go(self) except -1:
         """Retired, and no flight or peer holds it any more."""
+        self.retiring = 0
         waiters, self.waiters = self.waiters, None
         for waiter in waiters or ():
             if not waiter.done():
@@ -61,6 +70,8 @@ cdef class Memory:
         """No new work from now on; the drivers' handles go when the last flight, peer and view are gone."""
         if self.alive:
             self.alive = False
+            if self.address != NULL:
+                self.core.places.discard(self)
             if self.flights == 0:
                 self._let_go()
 
@@ -81,7 +92,7 @@ cdef class Memory:
         if self.core is None:
             raise_gone(self)
         waiter = self.core.loop.create_future()
-        if not self.alive and self.flights == 0:
+        if not self.alive and self.flights == self.retiring:
             waiter.set_result(None)
         elif self.waiters is None:
             self.waiters = [waiter]
@@ -113,7 +124,7 @@ cdef class Memory:
     @property
     def pins(self):
         """How many flights and peers hold this memory."""
-        return self.flights
+        return self.flights - self.retiring
 
 
 @cython.no_gc_clear
@@ -126,6 +137,8 @@ cdef class LocalMemory(Memory):
     def __getbuffer__(self, Py_buffer *view, int flags):
         if not self.alive:
             raise errors.ClosedError("this region was closed; take its views before")
+        if self.device:
+            raise BufferError(NO_VIEW)
         PyBuffer_FillInfo(view, self, self.address, self.size, self.readonly, flags)
         self.exports += 1
 
@@ -140,20 +153,73 @@ cdef class LocalMemory(Memory):
         return <size_t>self.address
 
     cdef int _release(self) except -1:
-        cdef Driver driver
         cdef int i
+        # The allocator comes last: its pages are what the others know.
         for i in range(MAX_DRIVERS):
-            if self.mems[i] != NULL:
-                driver = self.core.drivers[i]
-                driver.table.mem_release(self.mems[i])
-                self.mems[i] = NULL
-                driver._forget()
+            if i + 1 != self.allocator:
+                self._give_back(i)
+        if self.flights == 0 and self.allocator and not self._held():
+            self._give_back(self.allocator - 1)
+        if self.flights or self._held():
+            return 0  # a transport takes its time, and its release leads here again; or it never lets go
         if self.address != NULL:
             self.address = NULL
             self.core.local_memories -= 1
         PyBuffer_Release(&self.source)
         self.owner = None
         return 0
+
+    cdef int _give_back(self, int index) except -1:
+        """Gives one driver's handle back; a driver that lets go of it later pins what is left of the memory until then."""
+        cdef hxa_mem *mem = self.mems[index]
+        cdef Driver driver
+        cdef hxa_op *op
+        if mem == NULL:
+            return 0
+        self.mems[index] = NULL
+        driver = self.core.drivers[index]
+        # After the end of the engine, and so of its transports, nothing is left to wait for.
+        if driver.table.mem_retire == NULL or self.core.finished:
+            driver.table.mem_release(mem)
+        else:
+            op = self.core._control(driver._without_peer("retirement"))
+            try:
+                call = self.core._answer(op, driver.table.mem_retire(mem, op), "retirement of a region", self)
+            except errors.HixlError as error:
+                self.flights += 1  # for ever
+                return self._leak(error)
+            if not call.done():
+                self.retiring += 1
+                self.retirements = [call, *(self.retirements or ())]
+                call.add_done_callback(self._retired)
+        driver._forget()
+        return 0
+
+    def _held(self):
+        return any(self.core._status(call) != HXA_OK for call in self.retirements or ())
+
+    def _retired(self, call):
+        if call.exception() is not None:
+            self._leak(call.exception())
+
+    cdef int _leak(self, object error) except -1:
+        _leaked.append(self)
+        self.core.loop.call_exception_handler(
+            {"message": f"{self!r} is leaked: its transport did not let go of it", "exception": error}
+        )
+        return 0
+
+    def registration(self, Driver driver):
+        """Waits until peers may be told of this memory by `driver`, which knows it; to be asked once for each.
+
+        :return: an awaitable.
+        """
+        cdef hxa_mem *mem = self.mems[driver.index]
+        if mem == NULL:
+            raise errors.ClosedError(f"{self!r} was closed, or driver {driver.name!r} does not know it")
+        cdef hxa_op *op = self.core._control(driver._without_peer("registration"))
+        return self.core._answer(
+            op, driver.table.mem_ready(mem, op) if driver.table.mem_ready != NULL else HXA_DONE, "registration", self)
 
     def export(self, Driver driver, uint32_t rights):
         """The card that lets a peer of `driver` import this memory: ``(bytes, descriptors)``, the latter the caller's."""
@@ -231,6 +297,8 @@ cdef class Slice:
             raise BufferError("a remote range has no memory here; read it into a local one")
         if not memory.alive:
             raise errors.ClosedError("this region was closed; take its views before")
+        if (<LocalMemory>memory).device:
+            raise BufferError(NO_VIEW)
         PyBuffer_FillInfo(view, self, memory.address + self.offset, self.length, (<LocalMemory>memory).readonly, flags)
         memory.exports += 1
 
@@ -315,6 +383,57 @@ cdef int check_access(Memory remote, uint32_t verb) except -1:
             f"{remote!r} does not grant {word!r}; its owner decides that by access= at allocate or register"
         )
     return 0
+
+
+cdef int check_reach(LocalMemory local, Driver driver) except -1:
+    """Whether `driver`, which does not know `local`, can move it all the same."""
+    if local.device or driver.capabilities & HXA_CAP_LOCAL_ANY == 0:
+        raise errors.BufferTypeError(
+            f"{local!r} is not known to driver {driver.name!r}, which cannot register it; use memory that it can"
+        )
+    return 0
+
+
+cdef class Places:
+    """Local memories by address, for drivers that move registered memory only: a buffer is looked up among them."""
+
+    def __cinit__(self):
+        self.bases, self.memories, self.ends = [], [], []
+
+    def add(self, LocalMemory memory):
+        """Enters a memory; once is enough."""
+        if any(known is memory for known in self.memories):
+            return
+        cdef Py_ssize_t at = bisect_right(self.bases, memory.address)
+        self.bases.insert(at, <size_t>memory.address)
+        self.memories.insert(at, memory)
+        self._measure()
+
+    def discard(self, LocalMemory memory):
+        """Takes a memory out, if it is there."""
+        for at, known in enumerate(self.memories):
+            if known is memory:
+                del self.bases[at], self.memories[at]
+                return self._measure()
+
+    def _measure(self):
+        cdef LocalMemory memory
+        cdef uint64_t end = 0
+        self.ends = []
+        for memory in self.memories:
+            end = max(end, <uint64_t>memory.address + memory.size)
+            self.ends.append(end)
+
+    cdef LocalMemory find(self, uint64_t address, uint64_t size, int index):
+        """A memory that the driver of that index knows, and that has all these bytes; None if there is none."""
+        cdef LocalMemory memory
+        cdef Py_ssize_t at = bisect_right(self.bases, address) - 1
+        while at >= 0 and <uint64_t>self.ends[at] >= address + size:
+            memory = self.memories[at]
+            if <uint64_t>memory.address + memory.size >= address + size and memory.mems[index] != NULL:
+                return memory
+            at -= 1
+        return None
 
 
 cdef int raise_gone(object memory) except -1:

@@ -36,6 +36,7 @@ cdef class Transfer:
     cdef int cost                     # of awaiting it, once it is done (C8)
     cdef bint control                 # not a transfer: a link or memory call; not counted, no deadline
     cdef bint flying                  # accepted, not yet released: linked in Core.first
+    cdef bint abandoned               # the driver was told that nobody waits for it
     cdef public bint _asyncio_future_blocking
     cdef object exc                   # the failure
     cdef object unretrieved           # reports a failure that nobody looked at
@@ -50,5 +51,6 @@ cdef class Transfer:
 
     cdef int _resolve(self, int outcome, object exc) except -1
     cdef int _unpin(self) except -1
-    cdef int _stop(self) except -1
+    cdef bint _stop(self) except -1
+    cdef bint _abandonable(self) noexcept
     cdef object _failure(self)

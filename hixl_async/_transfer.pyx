@@ -251,14 +251,18 @@ cdef class Transfer:
             core.call_soon(callback, self, context=context)
         return 0
 
-    cdef int _stop(self) except -1:
-        """Asks the driver to give up; what that means for the memory comes with the release."""
+    cdef bint _stop(self) except -1:
+        """Asks the driver to give up, and answers whether it will; what that means for the memory comes with the release."""
         cdef const hxa_driver *table
         if self.flying and self.link is not None and self.link.link != NULL:
             table = self.link.driver.table
             if table.cancel != NULL:
-                table.cancel(self.link.link, &self.op)
-        return 0
+                return table.cancel(self.link.link, &self.op)
+        return False
+
+    cdef bint _abandonable(self) noexcept:
+        """Whether the driver can be made to give the memory back in bounded time, and was not told to yet."""
+        return self.flying and not self.abandoned and self.link.link != NULL and self.link.driver.table.abandon != NULL
 
     def _expire(self, double seconds):
         """The explicit deadline passed."""
@@ -266,13 +270,18 @@ cdef class Transfer:
         self._time_out(f"missed its deadline of {seconds:g} s")
 
     def _time_out(self, str why):
+        cdef bint stopped = False
         if self.outcome == ACTIVE:
             exc = errors.TransferTimeoutError(
                 f"{self!r} {why}; the contents of its target are undefined, await transfer.drained() before reusing memory",
                 peer=self.link.peer if self.link is not None else None,
             )
             self._resolve(FAILED, exc)
-            self._stop()
+            stopped = self._stop()
+        # Who cancels by himself only ends his wait; what runs out of time may cost the link.
+        if not stopped and self._abandonable():
+            self.abandoned = True
+            self.link.driver.table.abandon(self.link.link, &self.op)
 
     cdef int _unpin(self) except -1:
         """Lets go of everything that the flight held; called once, at the release or when submit was refused or done."""

@@ -5,6 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 cdef extern from "hxa_driver.h" nogil:
     const char *HXA_DRIVER_CAPSULE
     int HXA_DRIVER_ABI
+    size_t HXA_DRIVER_MIN_SIZE
     enum:
         HXA_DONE
         HXA_PENDING
@@ -45,6 +46,7 @@ cdef extern from "hxa_driver.h" nogil:
         HXA_CAP_FDS
         HXA_CARD_BYTES
         HXA_CARD_FDS
+        HXA_MESSAGE_BYTES
         HXA_EVENT_NOTE
         HXA_EVENT_SIGNAL
         HXA_EVENT_LINK_DOWN
@@ -171,3 +173,4 @@ cdef extern from "hxa_driver.h" nogil:
         int (*message)(hxa_link *link, const void *data, size_t len) noexcept nogil
         int (*abandon)(hxa_link *link, hxa_op *op) noexcept nogil
         int (*link_pace)(hxa_link *link, uint64_t bytes_per_second) noexcept nogil
+        const char *(*about)(hxa_instance *self) noexcept nogil

@@ -102,6 +102,7 @@ class Engine(Core):
         self._incarnation = secrets.token_hex(16)
         self._listener: Listener | None = None
         self._drivers: dict[str, Driver] = {}
+        self._started: list[Driver] = []
         self._names: dict[str, Region] = {}
         self._numbers: dict[int, Region] = {}
         self._peers = Peers(self)
@@ -119,9 +120,9 @@ class Engine(Core):
     # -- life
 
     async def open(self) -> Engine:
-        """Opens the drivers and listens; ``async with`` does it.
+        """Opens and starts the drivers and listens; ``async with`` does it.
 
-        :raises DriverError: if a driver cannot be loaded or opened.
+        :raises DriverError: if a driver cannot be loaded, opened or started.
         :raises AddressInUseError: if somebody listens on the address already.
         """
         if self.loop is not None:
@@ -133,6 +134,8 @@ class Engine(Core):
             for name, options in self.config.drivers.items():
                 capsule, settings = drivers.resolve(name, options)
                 self._drivers[name] = Driver(self, capsule, name, settings)
+            for driver in self._drivers.values():
+                await self._start(driver)
             self._listener = await Listener.open(
                 self.config.address,
                 self._identity,
@@ -142,15 +145,25 @@ class Engine(Core):
                 on_connection=self._peers.accept,
             )
         except BaseException as error:
-            # The original error is the one to show; nothing has started that could fail to stop.
+            # The original error is the one to show.
             self._refuse_work()
-            self._close_drivers()
-            self._finish()
+            if self.loop is not None:
+                await asyncio.shield(self.loop.create_task(self._end_drivers(loop.time() + self.config.close_timeout)))
             if isinstance(error, OSError) and not isinstance(error, HixlError):  # out of descriptors, most likely
                 raise DriverError(f"the engine could not be opened: {error}", native=error.errno) from error
             raise
         _engines.add(self)
         return self
+
+    async def _start(self, driver: Driver) -> None:
+        starting = driver.start()
+        self._started.append(driver)
+        try:
+            await starting
+        except HixlError as error:
+            if isinstance(error, DriverError | InvalidArgumentError):
+                raise
+            raise DriverError(str(error), native=error.native) from error
 
     async def aclose(self) -> None:
         """Refuses new work, drains what is in flight, says goodbye to peers, and gives everything back.  Idempotent.
@@ -191,20 +204,36 @@ class Engine(Core):
         for waiting in (drained, *self._tasks):
             waiting.cancel()
         await self._wait(list(self._tasks), self.loop.time() + LINGER)
+        await self._end_drivers(until)
+        _engines.discard(self)
+
+    async def _end_drivers(self, until: float) -> None:
+        """Waits until drivers have let go of everything, and closes them; what they hold after that is leaked (C7)."""
+        while self.pinned and self.loop.time() < until:
+            drained = self._all_drained()  # the end of one thing may be the beginning of another
+            await self._wait([drained], until)
+            drained.cancel()
+        if not self.pinned:
+            ends = [self.loop.create_task(self._shut_down(driver)) for driver in self._started]
+            await self._wait(ends, max(until, self.loop.time() + LINGER))
+            for end in ends:
+                end.cancel()
         held = self._finish()
         if held:
-            self._report(f"{self!r}: a driver still held the memory of {held} transfers at close; it is leaked")
+            self._report(f"{self!r}: drivers still held the memory of {held} transfers or calls at close; it is leaked")
         else:
-            self._close_drivers()
-        _engines.discard(self)
+            for driver in self._drivers.values():
+                driver.close()
+
+    async def _shut_down(self, driver: Driver) -> None:
+        try:
+            await driver.shutdown()
+        except HixlError as error:
+            self._report(f"{driver!r} could not be shut down", error)
 
     async def _wait(self, what: Sequence[asyncio.Future[Any]], until: float) -> None:
         if what:
             await asyncio.wait(what, timeout=max(0, until - self.loop.time()))
-
-    def _close_drivers(self) -> None:
-        for driver in self._drivers.values():
-            driver.close()
 
     def _report(self, message: str, error: Exception | None = None) -> None:
         context: dict[str, Any] = {"message": message}
@@ -293,7 +322,7 @@ class Engine(Core):
             names = ", ".join(self._drivers)
             raise DriverError(f"none of the drivers ({names}) allocates memory; register a buffer of yours")
         self._adopt(region, allocator, size, int(region.access))
-        self._register_everywhere(region, allocator)
+        self._introduce(region, allocator)
         return self._enter_region(region)
 
     def register(
@@ -304,7 +333,7 @@ class Engine(Core):
         access: AccessLike = "none",
         grant: Callable[[Peer], AccessLike] | None = None,
     ) -> Region:
-        """Memory that exists already, as a region: any contiguous buffer, a CPU tensor, or what numpy adopts by DLPack.
+        """Memory that exists already, as a region: any contiguous buffer, a tensor, or what numpy adopts by DLPack.
 
         The object is kept alive until the region is closed and nobody uses it any more.  Parameters as for `allocate`.
 
@@ -319,7 +348,7 @@ class Engine(Core):
             self._borrow(region, buffer, int(region.access))
         else:
             self._borrow_object(region, buffer)
-        self._register_everywhere(region, None)
+        self._introduce(region, None)
         return self._enter_region(region)
 
     def _check_new_region(self, name: str, grant: object) -> None:
@@ -339,21 +368,39 @@ class Engine(Core):
         elif where.size == 0:
             raise RangeError("the buffer is empty; there is nothing to register")
         else:
-            self._borrow_address(region, owner, where.address, where.size, int(region.access))
+            self._borrow_address(region, owner, where.address, where.size, int(region.access), where.device)
 
-    def _register_everywhere(self, region: Region, allocator: Driver | None) -> None:
+    def _introduce(self, region: Region, allocator: Driver | None) -> None:
         """Makes `region` known to every driver that can use it."""
-        takers = [driver for driver in self._drivers.values() if driver.capabilities & _link.CAP_REGISTER]
+        known = [] if allocator is None else [allocator]
         try:
-            if allocator is None and not takers:
+            for driver in self._drivers.values():
+                able = driver is not allocator and driver.capabilities & _link.CAP_REGISTER
+                if able and self._register(region, driver):
+                    known.append(driver)
+            if not known:
                 names = ", ".join(self._drivers)
-                raise DriverError(f"none of the drivers ({names}) registers memory that exists already; use allocate")
-            for driver in takers:
-                if driver is not allocator:
-                    self._register(region, driver, 0)
+                kind = "device memory" if region.device else "memory that exists already; use allocate"
+                raise DriverError(f"none of the drivers ({names}) registers {kind}")
+            for driver in known:
+                registration = region.registration(driver)
+                if not registration.done():
+                    region.registrations[driver.name] = self._spawn(self._registered(region, driver, registration))
         except BaseException:
             region.retire()
             raise
+
+    async def _registered(
+        self, region: Region, driver: Driver, registration: asyncio.Future[int]
+    ) -> DriverError | None:
+        """Waits for a transport that registers memory in its own time, and answers why it did not."""
+        try:
+            await registration
+        except HixlError as error:
+            failure = DriverError(f"{region!r} cannot be used by driver {driver.name!r}: {error}", native=error.native)
+            logger.warning("%s", failure)
+            return failure
+        return None
 
     def _enter_region(self, region: Region) -> Region:
         region.number = self._next_number
@@ -503,7 +550,7 @@ class Engine(Core):
         self._must_be_open()
         return Group(self)
 
-    def _on_event(self, kind: int, cookie: int, status: int, topic: bytes, data: bytes) -> None:
+    def _on_event(self, driver: Driver, kind: int, cookie: int, status: int, topic: bytes, data: bytes) -> None:
         """What drivers report, on the loop's thread."""
         peer = self._peers[cookie]
         if kind == EVENT_NOTE and peer is not None:  # first, for there are many
@@ -515,6 +562,8 @@ class Engine(Core):
             return
         elif kind == _link.EVENT_SIGNAL:
             peer._signalled()
+        elif kind == _link.EVENT_MESSAGE:
+            peer._tell_driver(driver, data)
         elif kind == _link.EVENT_LINK_DOWN:
             peer._link_down(data.decode("utf-8", "replace"))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ._memory import LocalMemory, RemoteMemory
-from .errors import BufferTypeError, InvalidArgumentError
+from .errors import BufferTypeError, ClosedError, DriverError, InvalidArgumentError
 from .types import Access, AccessLike
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Region(LocalMemory):
     borrowed: bool
     #: Its number in control messages; a closed region's number is never used again.
     number: int
+    #: For drivers whose transport registers memory in its own time: why it did not, or None once it has.
+    registrations: dict[str, asyncio.Task[DriverError | None]]
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class Region(LocalMemory):
         self.name = name
         self.access = access
         self.borrowed = borrowed
+        self.registrations = {}
         self._engine = engine
         self._grant = grant
 
@@ -82,6 +86,19 @@ class Region(LocalMemory):
                 {"message": f"grant= of {self!r} failed; {peer!r} is given nothing", "exception": error}
             )
             return Access.NONE
+
+    async def ready(self) -> None:
+        """Waits until all drivers have the memory registered; peers and transfers wait by themselves.
+
+        :raises DriverError: if a driver's transport cannot register it, so that it cannot be used over that driver.
+        :raises ClosedError: if the engine is closed meanwhile.
+        """
+        for registration in self.registrations.values():
+            await asyncio.wait([registration])
+            if registration.cancelled():
+                raise ClosedError(f"the engine was closed before {self!r} was ready")
+            if (failure := registration.result()) is not None:
+                raise DriverError(str(failure), native=failure.native)
 
     def numpy(self, dtype: Any = "uint8", shape: tuple[int, ...] | None = None) -> numpy.ndarray[Any, Any]:
         """The memory as a numpy array, without a copy.
@@ -109,7 +126,8 @@ class Region(LocalMemory):
         """Withdraws the region: no new work at once, then waits for ours and for the peers that use it.  Idempotent.
 
         What is not over within the engine's ``close_timeout`` keeps the memory pinned, a silent peer until its death is
-        confirmed; the call returns all the same.
+        confirmed; the call returns all the same.  A transport that cannot forget memory while it has links keeps it pinned
+        beyond that, although nobody can use it any more; ``engine.stats().regions`` counts it until then.
         """
         await self._engine._withdraw(self)
 
@@ -146,23 +164,27 @@ class Operand(NamedTuple):
     size: int
     #: Keeps the memory alive.
     owner: object
+    #: On a device: the address means nothing to the CPU.
+    device: bool
 
 
 def operand(obj: Any, writable: bool) -> Operand:
-    """Address and size of an object without the buffer protocol: a CPU tensor, or anything numpy can adopt by DLPack.
+    """Address and size of an object without the buffer protocol: a tensor, or anything numpy can adopt by DLPack.
 
-    torch and numpy are used only where the caller's process has imported them already.
+    torch and numpy are used only where the caller's process has imported them already.  A tensor may be on the CPU, or on
+    the device that torch_npu, or whatever else took torch's place for private devices, brought.
 
-    :raises BufferTypeError: if `obj` has no contiguous host memory, or is not writable and must be.
+    :raises BufferTypeError: if `obj` has no contiguous memory that a driver can use, or is not writable and must be.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(obj, torch.Tensor):
-        if obj.device.type != "cpu":
-            raise BufferTypeError(f"a tensor on {obj.device} has no host memory; copy it to the CPU first")
+        device = obj.device.type
+        if device not in ("cpu", "npu", torch._C._get_privateuse1_backend_name()):
+            raise BufferTypeError(f"a tensor on {obj.device} cannot be used by any driver; copy it to the CPU first")
         if not obj.is_contiguous():
             raise BufferTypeError("the tensor is not contiguous; pass tensor.contiguous()")
         # A second tensor on the same storage: the caller's may be given another one (``tensor.data = ...``).
-        return Operand(obj.data_ptr(), obj.numel() * obj.element_size(), obj.detach())
+        return Operand(obj.data_ptr(), obj.numel() * obj.element_size(), obj.detach(), device != "cpu")
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(obj, "__dlpack__"):
         try:
@@ -173,7 +195,7 @@ def operand(obj: Any, writable: bool) -> Operand:
             raise BufferTypeError(f"{type(obj).__name__} is not contiguous")
         if writable and not array.flags.writeable:
             raise BufferTypeError(f"{type(obj).__name__} is read-only; it cannot be read into")
-        return Operand(array.ctypes.data, array.nbytes, array)
+        return Operand(array.ctypes.data, array.nbytes, array, False)
     raise BufferTypeError(
         f"local must be a region's range or a contiguous buffer (bytes, memoryview, numpy array, CPU tensor), "
         f"not {type(obj).__name__}"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from .errors import ProtocolError
 
-__all__ = ["Incoming", "card_text", "close_all"]
+__all__ = ["Incoming", "binary_text", "close_all"]
 
 T = TypeVar("T")
 
@@ -61,10 +61,17 @@ class Incoming:
 
         :raises ProtocolError: if there is none.
         """
+        return self.binary("card")
+
+    def binary(self, name: str) -> bytes:
+        """Bytes.
+
+        :raises ProtocolError: if there are none of that name.
+        """
         try:
-            return base64.b64decode(self.text("card"), validate=True)
+            return base64.b64decode(self.text(name), validate=True)
         except (binascii.Error, ValueError):
-            raise ProtocolError(f"the card of a {self.kind!r} message is not base64") from None
+            raise ProtocolError(f"the {name!r} of a {self.kind!r} message is not base64") from None
 
     def _field(self, name: str, kind: type[T]) -> T:
         value: object = self._body.get(name)
@@ -91,9 +98,9 @@ class Incoming:
         close_all(self.take())
 
 
-def card_text(card: bytes) -> str:
-    """A driver's card as it travels."""
-    return base64.b64encode(card).decode()
+def binary_text(data: bytes) -> str:
+    """Bytes, such as a driver's card, as they travel."""
+    return base64.b64encode(data).decode()
 
 
 def close_all(fds: Iterable[int]) -> None:

@@ -18,10 +18,10 @@ import os
 import select
 import sys
 from asyncio import FIRST_COMPLETED
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ._link import CAP_SAME_HOST, Link
+from ._link import CAP_SAME_HOST, MESSAGE_LIMIT, Link
 from .calls import Calls, Handler
 from .errors import (
     ClosedError,
@@ -33,7 +33,7 @@ from .errors import (
     ProtocolError,
 )
 from .memory import Region, RemoteRegion
-from .messages import Incoming, card_text, close_all
+from .messages import Incoming, binary_text, close_all
 from .sharing import Exports, Imports
 from .types import Access, Address, PeerState
 
@@ -187,7 +187,7 @@ class Peer:
         self._connection.start(self._on_message, self._on_connection_lost)
         for driver in drivers:
             self._links[driver.name], card, fds = driver.link_new(self._cookie, self.name)
-            self._send("link", {"driver": driver.name, "card": card_text(card)}, fds)
+            self._send("link", {"driver": driver.name, "card": binary_text(card)}, fds)
         await self._ready
 
     def _on_link(self, message: Incoming) -> None:
@@ -196,7 +196,13 @@ class Peer:
             raise ProtocolError(f"peer {self.name!r} offered a link of {name!r} that nobody expects", peer=self.name)
         self._unjoined.discard(name)
         link = self._links[name]
-        self._host._spawn(self._join(link, self._vouch(link, card), message.take()))
+        try:
+            # Now, for the next message may be one for the driver, which must know its other end by then.
+            joining = link.connect(self._vouch(link, card), message.take())
+        except HixlError as error:
+            self._lose(error)
+        else:
+            self._host._spawn(self._join(link, joining))
 
     def _vouch(self, link: Link, card: bytes) -> bytes:
         """A same-host driver's card begins with its maker's pid; only the kernel's word for it reaches the driver."""
@@ -208,9 +214,9 @@ class Peer:
             return card
         return bytes(4) + card[4:]
 
-    async def _join(self, link: Link, card: bytes, fds: list[int]) -> None:
+    async def _join(self, link: Link, joining: Awaitable[int]) -> None:
         try:
-            await link.connect(card, fds)
+            await joining
             if self.state is PeerState.CONNECTING:
                 link.watch()
             if self.state is PeerState.CONNECTING and self._joined:
@@ -272,9 +278,10 @@ class Peer:
             "answer": calls.on_answer,
             "failure": calls.on_failure,
             "goodbye": self._on_goodbye,
+            "driver": self._on_driver,
         }
         return {
-            PeerState.CONNECTING: {"link": self._on_link, "ready": self._on_ready},
+            PeerState.CONNECTING: {"link": self._on_link, "ready": self._on_ready, "driver": self._on_driver},
             PeerState.UP: {
                 "region.up": imports.on_up,
                 "region.get": exports.on_get,
@@ -283,7 +290,11 @@ class Peer:
                 **to_the_end,
             },
             PeerState.CLOSING: to_the_end,
-            PeerState.DOWN: {"region.gone": exports.on_gone, "goodbye": self._on_goodbye},
+            PeerState.DOWN: {
+                "region.gone": exports.on_gone,
+                "goodbye": self._on_goodbye,
+                "driver": self._on_driver,
+            },
         }
 
     def _on_message(self, kind: str, body: dict[str, Any], fds: list[int]) -> None:
@@ -303,6 +314,22 @@ class Peer:
             )
         finally:
             message.drop()
+
+    def _tell_driver(self, driver: Driver, data: bytes) -> None:
+        """Carries what a driver of ours has to say to the one at the other end; drivers may talk as long as they are linked."""
+        if len(data) > MESSAGE_LIMIT:
+            self._lose(ProtocolError(f"driver {driver.name!r} wants to send {len(data)} bytes at once", peer=self.name))
+            return
+        with contextlib.suppress(PeerLostError):
+            self._send("driver", {"driver": driver.name, "data": binary_text(data)})
+
+    def _on_driver(self, message: Incoming) -> None:
+        name, data = message.text("driver"), message.binary("data")
+        if name not in self._links or name in self._unjoined:
+            raise ProtocolError(f"peer {self.name!r} has a message for {name!r}, which is not linked", peer=self.name)
+        if len(data) > MESSAGE_LIMIT:
+            raise ProtocolError(f"peer {self.name!r} has a message of {len(data)} bytes for {name!r}", peer=self.name)
+        self._links[name].message(data)
 
     # -- regions and requests
 

@@ -20,8 +20,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
+from ._link import Link
 from .errors import (
     AccessError,
+    BusyError,
+    DriverError,
     HixlError,
     InvalidArgumentError,
     NoRouteError,
@@ -30,8 +33,8 @@ from .errors import (
     TransferTimeoutError,
 )
 from .memory import MAX_NAME, Region, RemoteRegion
-from .messages import Incoming, card_text
-from .types import Access
+from .messages import Incoming, binary_text
+from .types import Access, PeerState
 
 if TYPE_CHECKING:
     from .peer import Peer
@@ -57,6 +60,7 @@ class Exports:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._given: dict[int, _Export] = {}
+        self._waiting: dict[int, asyncio.Task[None]] = {}  # for regions that a transport has not registered yet
 
     def __len__(self) -> int:
         return len(self._given)
@@ -77,6 +81,12 @@ class Exports:
     def on_get(self, message: Incoming) -> None:
         """The peer wants to use a region."""
         call, number = message.number("call"), message.number("id")
+        if number in self._waiting:
+            self._peer._calls.fail(call, BusyError("this region is being fetched already"))
+        else:
+            self._give(call, number)
+
+    def _give(self, call: int, number: int) -> None:
         region = self._peer._host._region(number)
         try:
             if region is None or not region.alive:
@@ -84,11 +94,10 @@ class Exports:
             access = region.access_for(self._peer)
             if not access:
                 raise AccessError("the region is not granted to this engine")
-            links = self._peer._links.values()
-            link = next((link for link in links if region.known_to(link.driver)), None)
-            if link is None:
-                names = ", ".join(self._peer._links)
-                raise NoRouteError(f"none of the linked drivers ({names}) knows this region")
+            link = self._route(region)
+            if not isinstance(link, Link):
+                self._waiting[number] = self._peer._host._spawn(self._give_later(call, number, link))
+                return
             card, fds = region.export(link.driver, int(access))
         except HixlError as error:
             self._peer._calls.fail(call, error)
@@ -97,12 +106,40 @@ class Exports:
         if before is None:
             region.pin()
         self._given[number] = _Export(region, access | (before.access if before else Access.NONE))
-        body = {"call": call, "driver": link.driver.name, "card": card_text(card), "size": region.size}
+        body = {"call": call, "driver": link.driver.name, "card": binary_text(card), "size": region.size}
         self._peer._tell("region.card", {**body, "access": int(access)}, fds)
+
+    def _route(self, region: Region) -> Link | asyncio.Task[DriverError | None]:
+        """The first link that a region can be lent over, or the registration on which that depends."""
+        failure = None
+        for link in self._peer._links.values():
+            if not region.known_to(link.driver):
+                continue
+            registration = region.registrations.get(link.driver.name)
+            if registration is None:
+                return link
+            if not registration.done():
+                return registration
+            failure = registration.result()
+            if failure is None:
+                return link
+        if failure is not None:
+            raise DriverError(str(failure))
+        names = ", ".join(self._peer._links)
+        raise NoRouteError(f"none of the linked drivers ({names}) knows this region")
+
+    async def _give_later(self, call: int, number: int, registration: asyncio.Task[DriverError | None]) -> None:
+        await asyncio.wait([registration])
+        del self._waiting[number]
+        if self._peer.state is PeerState.UP:
+            self._give(call, number)
 
     def on_gone(self, message: Incoming) -> None:
         """Nothing of the peer's touches a region any more."""
-        export = self._given.pop(message.number("id"), None)
+        number = message.number("id")
+        if waiting := self._waiting.pop(number, None):
+            waiting.cancel()  # it has given up
+        export = self._given.pop(number, None)
         if export is not None:
             export.region.unpin()
             if not self._given:

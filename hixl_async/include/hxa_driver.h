@@ -116,7 +116,7 @@ typedef struct hxa_batch {    /* one unit of completion; the caller keeps it, an
     const void *note;
 } hxa_batch;
 
-enum { HXA_CARD_BYTES = 1024, HXA_CARD_FDS = 4 };
+enum { HXA_CARD_BYTES = 1024, HXA_CARD_FDS = 4, HXA_MESSAGE_BYTES = 40960 };
 
 typedef struct hxa_card {     /* what one side must learn of the other, carried by the control connection */
     uint32_t len;
@@ -146,8 +146,9 @@ enum hxa_event_kind {
     HXA_EVENT_SIGNAL = 2,     /* some signal word of ours may have changed */
     HXA_EVENT_LINK_DOWN = 3,  /* the link broke; status says why, data is text */
     HXA_EVENT_LOG = 4,        /* data is a line for the log */
-    HXA_EVENT_MESSAGE = 5     /* data is for the driver at the other end of the link: the core carries it over the control
-                               * connection, in order, to `message` there */
+    HXA_EVENT_MESSAGE = 5     /* data, at most HXA_MESSAGE_BYTES, is for the driver at the other end of the link: the core carries
+                               * it over the control connection, in order, to `message` there.  A peer that does not read is
+                               * given up when a thousand messages or 512 KiB wait for it, so less than that may be on its way. */
 };
 
 typedef struct hxa_event {    /* the sink copies topic and data before it returns */
@@ -174,7 +175,8 @@ typedef struct hxa_driver {
     const char *name;
     uint64_t caps;
 
-    /* Life.  open: options are strings that the driver documents; on failure a sentence for people goes to error. */
+    /* Life.  open: options are strings that the driver documents; on failure a sentence for people goes to error, and
+     * HXA_E_UNSUPPORTED means that something it needs is not installed. */
     int (*open)(const hxa_option *options, size_t n, const hxa_sink *sink, hxa_instance **self, char *error, size_t error_len);
     void (*close)(hxa_instance *self);                 /* no links, memories or ops are left; joins threads, frees self */
     void (*after_fork)(hxa_instance *self);            /* in the child: close descriptors, touch nothing of the parent's */
@@ -212,11 +214,13 @@ typedef struct hxa_driver {
 
     /* Of transports whose own calls block; each may be NULL.
      * start: op finishes when links can be made; memory may be allocated and registered before.  shutdown: once no links are
-     * left, ends what would make `close` wait.  mem_ready: op finishes when peers may be told of memory of ours, or with the
+     * left and start is over, even if it failed, ends what would make `close` wait.  mem_ready: op finishes when peers may be told of memory of ours, or with the
      * reason why they never may; before that mem_export answers BUSY.  mem_retire, in place of mem_release for memory of ours:
      * nothing uses it from the call on, and op finishes when the transport has let go of it; the caller keeps its pages until
-     * then.  message: what the driver at the other end said by HXA_EVENT_MESSAGE.  abandon: nobody waits for op any more; it is
-     * to be released in bounded time, even if other ops of the link fail for it. */
+     * then; it is asked once, after a mem_ready that was asked has finished, and after shutdown mem_release takes its place.
+     * message: what the driver at the other end said by HXA_EVENT_MESSAGE, in order, from our link_connect to link_free; a
+     * refusal loses the peer.  abandon: nobody waits for op any more, and cancel could not stop it; it is to be released in
+     * bounded time, even if other ops of the link fail for it. */
     int (*start)(hxa_instance *self, hxa_op *op);
     int (*shutdown)(hxa_instance *self, hxa_op *op);
     int (*mem_ready)(hxa_mem *mem, hxa_op *op);
@@ -226,6 +230,10 @@ typedef struct hxa_driver {
 
     /* At most so many bytes per second from now on, 0: any; may be NULL. */
     int (*link_pace)(hxa_link *link, uint64_t bytes_per_second);
+
+    /* What people want to know of this instance and what it runs on, lines of "name: text", valid until the next call; also
+     * before start; may be NULL. */
+    const char *(*about)(hxa_instance *self);
 } hxa_driver;
 
 /* The least that `size` may be: all that drivers had before the table grew. */

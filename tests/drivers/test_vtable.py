@@ -16,7 +16,7 @@ INCLUDE = Path(__file__).resolve().parents[2] / "hixl_async" / "include"
 
 def test_table(driver: vt.CDriver) -> None:
     assert driver.abi == 1
-    assert driver.size >= c.sizeof(vt.CDriver)
+    assert driver.size >= vt.CDriver.start.offset
     assert driver.name
     assert driver.caps >> len(vt.CAPS) == 0, "a capability that the header does not know"
     required = set(vt.FUNCTIONS) - {"mem_alloc", "mem_register", "cancel", "link_fence", *vt.OPTIONAL}
@@ -51,6 +51,8 @@ def test_mirror_equals_header(tmp_path: Path) -> None:
         "HXA_RIGHT_READ": vt.MAY_READ,
     }
     constants |= {"HXA_RIGHT_WRITE": vt.MAY_WRITE, "HXA_KIND_HOST": vt.HOST, "HXA_KIND_DEVICE": vt.DEVICE}
+    constants |= {"HXA_DRIVER_MIN_SIZE": vt.CDriver.start.offset, "HXA_EVENT_MESSAGE": vt.MESSAGE}
+    constants |= {"HXA_MESSAGE_BYTES": vt.MESSAGE_BYTES}
     constants |= {"HXA_CARD_BYTES": vt.CARD_BYTES, "HXA_CARD_FDS": vt.CARD_FDS, "HXA_EVENT_NOTE": vt.NOTE}
     constants |= {"HXA_EVENT_SIGNAL": vt.SIGNAL, "HXA_EVENT_LINK_DOWN": vt.LINK_DOWN, "HXA_EVENT_LOG": vt.LOG}
     for name, value in constants.items():

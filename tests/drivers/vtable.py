@@ -33,7 +33,7 @@ MAY_READ, MAY_WRITE = 1, 2
 HOST, DEVICE = 0, 1
 CAPS = ("LOCAL_ANY", "ALLOC", "REGISTER", "SAME_HOST", "SIGNAL", "NOTIFY", "CANCEL", "FDS")
 NOTE, SIGNAL, LINK_DOWN, LOG, MESSAGE = 1, 2, 3, 4, 5
-CARD_BYTES, CARD_FDS = 1024, 4
+CARD_BYTES, CARD_FDS, MESSAGE_BYTES = 1024, 4, 40960
 DEADLINE = 20.0  # seconds until a wait fails; nothing takes that long unless it hangs
 
 
@@ -157,9 +157,10 @@ FUNCTIONS: dict[str, Any] = {
     "message": (c.c_int, HANDLE, c.c_char_p, c.c_size_t),
     "abandon": (c.c_int, HANDLE, OP),
     "link_pace": (c.c_int, HANDLE, c.c_uint64),
+    "about": (c.c_char_p, HANDLE),
 }
 #: What the table has grown by: not every driver needs it.
-OPTIONAL = ("start", "shutdown", "mem_ready", "mem_retire", "message", "abandon", "link_pace")
+OPTIONAL = ("start", "shutdown", "mem_ready", "mem_retire", "message", "abandon", "link_pace", "about")
 
 
 class CDriver(c.Structure):
