@@ -182,7 +182,7 @@ cdef class LocalMemory(Memory):
         if driver.table.mem_retire == NULL or self.core.finished:
             driver.table.mem_release(mem)
         else:
-            op = self.core._control(driver._without_peer("retirement"))
+            op = self.core._control(driver._without_peer("retirement of a region"))
             try:
                 call = self.core._answer(op, driver.table.mem_retire(mem, op), "retirement of a region", self)
             except errors.HixlError as error:
@@ -217,9 +217,10 @@ cdef class LocalMemory(Memory):
         cdef hxa_mem *mem = self.mems[driver.index]
         if mem == NULL:
             raise errors.ClosedError(f"{self!r} was closed, or driver {driver.name!r} does not know it")
-        cdef hxa_op *op = self.core._control(driver._without_peer("registration"))
+        what = "registration of a region"
+        cdef hxa_op *op = self.core._control(driver._without_peer(what))
         return self.core._answer(
-            op, driver.table.mem_ready(mem, op) if driver.table.mem_ready != NULL else HXA_DONE, "registration", self)
+            op, driver.table.mem_ready(mem, op) if driver.table.mem_ready != NULL else HXA_DONE, what, self)
 
     def export(self, Driver driver, uint32_t rights):
         """The card that lets a peer of `driver` import this memory: ``(bytes, descriptors)``, the latter the caller's."""
@@ -404,7 +405,7 @@ cdef class Places:
         """Enters a memory; once is enough."""
         if any(known is memory for known in self.memories):
             return
-        cdef Py_ssize_t at = bisect_right(self.bases, memory.address)
+        cdef Py_ssize_t at = bisect_right(self.bases, <size_t>memory.address)
         self.bases.insert(at, <size_t>memory.address)
         self.memories.insert(at, memory)
         self._measure()

@@ -3,6 +3,8 @@
  * The plan lies in a control block that hixl_async.testing owns and fills (faulty/faulty.h has its layout); without one nothing
  * is spoilt.  See faulty/faulty.h for the parts.
  *
+ * The calls of transports that block exist whether or not the wrapped driver has them; see faulty/call.c.
+ *
  * Options:
  *   driver     address of the wrapped driver's table (the core turns a capsule into it); required
  *   control    address of the control block
@@ -61,7 +63,7 @@ static int parse(const hxa_option *options, size_t n, settings *out, char *error
         return -HXA_E_INVALID;
     }
     const hxa_driver *table = (const hxa_driver *)(uintptr_t)out->driver;
-    if (table->abi != HXA_DRIVER_ABI || table->size < sizeof(hxa_driver)) {
+    if (table->abi != HXA_DRIVER_ABI || table->size < HXA_DRIVER_MIN_SIZE) {
         snprintf(error, error_len, "faulty: the wrapped driver was built for another driver interface");
         return -HXA_E_INVALID;
     }
@@ -91,7 +93,10 @@ static int faulty_open(const hxa_option *options, size_t n, const hxa_sink *sink
         snprintf(error, error_len, "faulty: out of memory");
         return -HXA_E_NOMEM;
     }
-    self->table = (const hxa_driver *)(uintptr_t)set.driver;
+    const hxa_driver *table = (const hxa_driver *)(uintptr_t)set.driver;
+    memcpy(&self->wrapped, table, table->size < sizeof *table ? table->size : sizeof *table);
+    self->table = &self->wrapped;
+    faulty_ring_init(&self->calls);
     self->outer = *sink;
     self->sink = (hxa_sink){.ctx = self, .post = faulty_post, .event = faulty_event};
     self->own_block.version = FAULTY_BLOCK;
@@ -109,7 +114,7 @@ static int faulty_open(const hxa_option *options, size_t n, const hxa_sink *sink
         instance_free(self);
         return status;
     }
-    __atomic_store_n(&wrapped, self->table, __ATOMIC_RELEASE);
+    __atomic_store_n(&wrapped, table, __ATOMIC_RELEASE);
     faulty_registry_add(self);
     *made = self;
     return 0;
@@ -117,8 +122,9 @@ static int faulty_open(const hxa_option *options, size_t n, const hxa_sink *sink
 
 static void faulty_close(hxa_instance *self) {
     faulty_registry_remove(self);
-    self->table->close(self->inner);
     faulty_timer_stop(self);
+    faulty_reap(self);
+    self->table->close(self->inner);
     faulty_reap(self);
     instance_free(self);
 }
@@ -139,6 +145,7 @@ static void faulty_limits(hxa_instance *self, hxa_limits *out) {
 }
 
 static void faulty_stats(hxa_instance *self, hxa_stats *out) {
+    faulty_reap(self);
     self->table->stats(self->inner, out);
     out->threads += self->running;
 }
@@ -146,6 +153,10 @@ static void faulty_stats(hxa_instance *self, hxa_stats *out) {
 static const char *faulty_error_text(int32_t status, int32_t native) {
     const hxa_driver *table = __atomic_load_n(&wrapped, __ATOMIC_ACQUIRE);
     return table != NULL && table->error_text != NULL ? table->error_text(status, native) : "injected by the fault plan";
+}
+
+static const char *faulty_about(hxa_instance *self) {
+    return self->table->about != NULL ? self->table->about(self->inner) : NULL;
 }
 
 /* ---- memory ----------------------------------------------------------------------------------------------------------- */
@@ -226,6 +237,13 @@ static const hxa_driver faulty_driver = {
     .cancel = faulty_cancel,
     .progress = faulty_progress,
     .poll = faulty_poll,
+    .start = faulty_start,
+    .shutdown = faulty_shutdown,
+    .mem_ready = faulty_mem_ready,
+    .mem_retire = faulty_mem_retire,
+    .message = faulty_message,
+    .abandon = faulty_abandon,
+    .about = faulty_about,
 };
 
 HXA_DRIVER_MODULE(_faulty, faulty_driver)

@@ -214,13 +214,13 @@ typedef struct hxa_driver {
 
     /* Of transports whose own calls block; each may be NULL.
      * start: op finishes when links can be made; memory may be allocated and registered before.  shutdown: once no links are
-     * left and start is over, even if it failed, ends what would make `close` wait.  mem_ready: op finishes when peers may be told of memory of ours, or with the
-     * reason why they never may; before that mem_export answers BUSY.  mem_retire, in place of mem_release for memory of ours:
-     * nothing uses it from the call on, and op finishes when the transport has let go of it; the caller keeps its pages until
-     * then; it is asked once, after a mem_ready that was asked has finished, and after shutdown mem_release takes its place.
-     * message: what the driver at the other end said by HXA_EVENT_MESSAGE, in order, from our link_connect to link_free; a
-     * refusal loses the peer.  abandon: nobody waits for op any more, and cancel could not stop it; it is to be released in
-     * bounded time, even if other ops of the link fail for it. */
+     * left and start is over, even if it failed, ends what would make `close` wait.  mem_ready: op finishes when peers may be
+     * told of memory of ours, or with the reason why they never may; before that mem_export answers BUSY.  mem_retire, in
+     * place of mem_release for memory of ours: nothing uses it from the call on, and op finishes when the transport has let
+     * go of it; the caller keeps its pages until then.  It is asked once, after a mem_ready that was asked has finished; after
+     * shutdown mem_release takes its place.  message: what the driver at the other end said by HXA_EVENT_MESSAGE, in order,
+     * from our link_connect to link_free; a refusal loses the peer.  abandon: nobody waits for op any more, and cancel could
+     * not stop it; it is to be released in bounded time, even if other ops of the link fail for it. */
     int (*start)(hxa_instance *self, hxa_op *op);
     int (*shutdown)(hxa_instance *self, hxa_op *op);
     int (*mem_ready)(hxa_mem *mem, hxa_op *op);

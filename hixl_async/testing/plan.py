@@ -12,8 +12,9 @@ from ..errors import InvalidArgumentError
 
 __all__ = ["FaultCounts", "FaultPlan", "Part", "Status", "Verb", "faulty"]
 
-#: Which operations a rule looks at; ``"note"``: a signal or notification without data.
-Verb: TypeAlias = Literal["any", "transfer", "read", "write", "note"]
+#: Which operations a rule looks at; ``"note"``: a signal or notification without data; ``"call"``: the driver's own start
+#: and shutdown, and what makes memory ready for peers and retires it.
+Verb: TypeAlias = Literal["any", "transfer", "read", "write", "note", "call", "start", "shutdown", "ready", "retire"]
 #: What a delay holds back: the whole operation, the report of its outcome, or its signal and notification.
 Part: TypeAlias = Literal["operation", "outcome", "note"]
 #: How an operation fails.
@@ -21,7 +22,10 @@ Status: TypeAlias = Literal[
     "invalid", "range", "rights", "unsupported", "nomem", "busy", "link", "cancelled", "timeout", "protocol", "system"
 ]
 
-_VERBS: dict[str, int] = {"read": 1, "write": 2, "transfer": 3, "note": 4, "any": 7}
+_VERBS: dict[str, int] = {
+    "read": 1, "write": 2, "transfer": 3, "note": 4, "any": 7, "start": 8, "shutdown": 16, "ready": 32, "retire": 64,
+    "call": 120,
+}  # fmt: skip
 _PARTS: dict[str, int] = {"operation": 0, "outcome": 1, "note": 2}
 _STATUS: dict[str, int] = {
     "invalid": 1, "range": 2, "rights": 3, "unsupported": 4, "nomem": 5, "busy": 6, "link": 7, "cancelled": 8,
@@ -29,9 +33,9 @@ _STATUS: dict[str, int] = {
 }  # fmt: skip
 _KINDS: dict[str, int] = {
     "delay": 1, "bandwidth": 2, "hold": 3, "late": 4, "fail": 5, "reorder": 6, "drop_peer": 7, "busy": 8, "pending": 9,
-    "stall": 10,
+    "stall": 10, "stuck": 11,
 }  # fmt: skip
-_RELEASE, _BREAK = 1, 2
+_RELEASE, _BREAK, _SAY = 1, 2, 3
 _LAYOUT, _RULES = 1, 64
 
 
@@ -110,6 +114,12 @@ class _Block(ctypes.Structure):
 _Command = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64)
 
 
+class _Saying(ctypes.Structure):
+    """``faulty_saying`` of drivers/faulty/faulty.h."""
+
+    _fields_ = (("data", ctypes.c_char_p), ("len", ctypes.c_uint32))
+
+
 class FaultPlan:
     """A list of faults, given to an engine by ``drivers=faulty("shm", plan)``.
 
@@ -120,7 +130,8 @@ class FaultPlan:
     * ``count=2``: at most two of them,
     * ``chance=0.1``: and of those a tenth, drawn by the seed,
     * ``verb="write"``: looks only at writes; ``"read"``, ``"note"`` (bare notifications and signals), ``"transfer"``
-      (reads and writes), ``"any"``.
+      (reads and writes), ``"any"`` of these.  `delay`, `hold`, `pending` and `fail` also know the calls of a driver whose
+      transport blocks: ``"start"``, ``"shutdown"``, ``"ready"`` and ``"retire"`` (of memory), or ``"call"`` for all.
 
     Rules can be added while engines run.  A plan may serve several engines; they share its counters.
 
@@ -210,6 +221,21 @@ class FaultPlan:
         Its memory stays pinned until then, as with a transport that cannot take work back.
         """
         return self._add("late", {}, nth, every, count, chance, verb)
+
+    def stuck(
+        self,
+        *,
+        nth: int | None = None,
+        every: int | None = None,
+        count: int | None = None,
+        chance: float = 1.0,
+        verb: Verb = "any",
+    ) -> Self:
+        """Holds operations, unsent, until `release`, and no cancel reaches them, as with a transport that hangs.
+
+        What runs out of time is given up by the driver, and its memory is free again; what is cancelled is not.
+        """
+        return self._add("stuck", {}, nth, every, count, chance, verb)
 
     def stall(
         self,
@@ -346,6 +372,14 @@ class FaultPlan:
     def break_links(self) -> None:
         """Breaks every link of the engines that use this plan, now: their peers are lost."""
         self._command(_BREAK, 0)
+
+    def say(self, data: bytes) -> None:
+        """Lets the driver of every link of the engines that use this plan send a message to the driver at its other end.
+
+        One under a plan shows it as a notification of topic ``faulty.said``; others may not take it.
+        """
+        saying = _Saying(data, len(data))
+        self._command(_SAY, ctypes.addressof(saying))
 
     def _command(self, what: int, argument: int) -> None:
         if self._block.command:

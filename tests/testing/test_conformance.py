@@ -17,6 +17,7 @@ PLANS = {
     "transparent": FaultPlan(1),
     "half of it pending": FaultPlan(2).pending(chance=0.5),
     "late outcomes": FaultPlan(3).pending(chance=0.3).delay(0.0001, 0.003, part="outcome", chance=0.5),
+    "calls that take their time": FaultPlan(4).delay(0.0002, 0.002, verb="call").pending(chance=0.3),
 }
 
 

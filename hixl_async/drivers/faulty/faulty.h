@@ -4,6 +4,7 @@
  *   plan.c         the control block: which op meets which fault; commands from Python
  *   flight.c       one accepted op: the inner submits that it is made of, and its outcome
  *   link.c         link_*: wrapping, breaking and stopping links
+ *   call.c         start, shutdown, mem_ready, mem_retire: calls that take their time, if the plan says so
  *   timer.c        the thread that wakes what is due
  *
  * Threads: the loop (T2) makes every call into the inner driver.  The timer thread and the inner driver's threads only move
@@ -41,12 +42,18 @@ enum {                                                            /* faulty_rule
     FAULTY_DROP = 7,          /* the op breaks its link */
     FAULTY_BUSY = 8,          /* submit is refused */
     FAULTY_PENDING = 9,       /* never inline: the outcome comes from the timer thread */
-    FAULTY_STALL = 10         /* low: parts per million of the bytes that land before it holds */
+    FAULTY_STALL = 10,        /* low: parts per million of the bytes that land before it holds */
+    FAULTY_STUCK = 11         /* as HOLD, but cancel is too late; abandon ends it */
 };
 
 enum { FAULTY_OPERATION = 0, FAULTY_OUTCOME = 1, FAULTY_NOTE = 2 };   /* part: all of it, its report, its signal and notification */
-enum { FAULTY_READS = 1u, FAULTY_WRITES = 2u, FAULTY_BARE = 4u };      /* verbs; BARE: a signal or notification without data */
-enum { FAULTY_RELEASE = 1, FAULTY_BREAK = 2 };                         /* commands */
+enum {                                                            /* verbs; BARE: a signal or notification without data */
+    FAULTY_READS = 1u, FAULTY_WRITES = 2u, FAULTY_BARE = 4u,
+    FAULTY_START = 8u, FAULTY_SHUTDOWN = 16u, FAULTY_READY = 32u, FAULTY_RETIRE = 64u
+};
+enum { FAULTY_RELEASE = 1, FAULTY_BREAK = 2, FAULTY_SAY = 3 };    /* commands; SAY: its argument is a faulty_saying * */
+
+typedef struct faulty_saying { const void *data; uint32_t len; } faulty_saying;
 
 typedef struct faulty_rule {
     uint32_t kind;
@@ -83,7 +90,7 @@ typedef struct faulty_block {
 
 typedef struct faulty_fate {
     uint32_t any;             /* something below is set */
-    uint32_t busy, drop, hold, late, pending, fail;
+    uint32_t busy, drop, hold, late, stuck, pending, fail;
     uint64_t delay, outcome_delay, note_delay;                    /* ns */
     uint64_t bandwidth;
     uint64_t window, within;                                      /* of a reorder */
@@ -127,7 +134,9 @@ typedef struct faulty_flight {
     struct faulty_flight *chain;                                  /* in a private list */
     hxa_op op;                /* ours; the inner driver's while SUBMITTED */
     hxa_op *outer;
+    hxa_instance *self;
     hxa_link *link;           /* NULL for a call without one */
+    hxa_mem *mem;             /* of a retirement: freed by the loop with the flight */
     uint32_t kind, stage;
     uint32_t seen;            /* events of the inner driver for this leg */
     uint32_t accepted;        /* submit answered PENDING: the outer op is ours until released */
@@ -173,7 +182,8 @@ struct hxa_link {
 
 struct hxa_instance {
     hxa_instance *next;       /* of all instances; under the registry's lock */
-    const hxa_driver *table;
+    const hxa_driver *table;  /* `wrapped` */
+    hxa_driver wrapped;       /* a copy of the wrapped driver's, which may be shorter: the rest is NULL */
     hxa_instance *inner;
     hxa_sink outer, sink;     /* the core's; ours, which the inner driver gets: it refers to this object */
     faulty_block *block;
@@ -182,6 +192,8 @@ struct hxa_instance {
     pthread_t loop;
     hxa_link *links;          /* changed by the loop under the registry's lock */
     faulty_flight *dead;      /* atomic stack, emptied by the loop */
+    faulty_node calls;        /* flights of calls without a link whose report waits; under the lock */
+    uint64_t call_count;      /* the loop's */
 
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -219,6 +231,7 @@ static inline void faulty_ring_remove(faulty_node *node) {
 /* ---- plan.c ----------------------------------------------------------------------------------------------------------- */
 
 FAULTY_INTERNAL void faulty_fate_of(hxa_instance *self, const hxa_batch *batch, faulty_fate *fate, uint64_t *number);
+FAULTY_INTERNAL void faulty_fate_of_call(hxa_instance *self, uint32_t verb, faulty_fate *fate);
 FAULTY_INTERNAL uint64_t faulty_random(uint64_t seed, uint64_t a, uint64_t b);
 FAULTY_INTERNAL void faulty_registry_add(hxa_instance *self);
 FAULTY_INTERNAL void faulty_registry_remove(hxa_instance *self);
@@ -230,6 +243,7 @@ FAULTY_INTERNAL void faulty_registry_remove_link(hxa_link *link);
 
 FAULTY_INTERNAL int faulty_submit(hxa_link *link, const hxa_batch *batch, hxa_op *op);
 FAULTY_INTERNAL int faulty_cancel(hxa_link *link, hxa_op *op);
+FAULTY_INTERNAL int faulty_abandon(hxa_link *link, hxa_op *op);
 FAULTY_INTERNAL uint64_t faulty_progress(hxa_link *link, const hxa_op *op);
 FAULTY_INTERNAL int faulty_pump(hxa_link *link, uint32_t budget);
 FAULTY_INTERNAL void faulty_post(void *ctx, hxa_op *op, uint32_t events);
@@ -241,6 +255,7 @@ FAULTY_INTERNAL size_t faulty_stuck(hxa_link *link);
 /* With the lock held: */
 FAULTY_INTERNAL void faulty_ripen(faulty_flight *flight);
 FAULTY_INTERNAL void faulty_ungate(faulty_flight *flight);
+FAULTY_INTERNAL void faulty_hold(faulty_flight *flight);
 FAULTY_INTERNAL uint32_t faulty_end(faulty_flight *flight);
 /* Without it: */
 FAULTY_INTERNAL void faulty_deliver(faulty_flight *flight, uint32_t events);
@@ -260,6 +275,18 @@ FAULTY_INTERNAL void faulty_link_break(hxa_link *link);
 FAULTY_INTERNAL void faulty_stops_issue(hxa_link *link);
 FAULTY_INTERNAL faulty_flight *faulty_stops_take(hxa_link *link);       /* with the lock held */
 FAULTY_INTERNAL void faulty_stops_finish(hxa_instance *self, faulty_flight *stops);
+
+/* ---- call.c ----------------------------------------------------------------------------------------------------------- */
+
+FAULTY_INTERNAL int faulty_start(hxa_instance *self, hxa_op *op);
+FAULTY_INTERNAL int faulty_shutdown(hxa_instance *self, hxa_op *op);
+FAULTY_INTERNAL int faulty_mem_ready(hxa_mem *mem, hxa_op *op);
+FAULTY_INTERNAL int faulty_mem_retire(hxa_mem *mem, hxa_op *op);
+FAULTY_INTERNAL int faulty_message(hxa_link *link, const void *data, size_t len);
+FAULTY_INTERNAL void faulty_say(hxa_link *link, const faulty_saying *saying);
+FAULTY_INTERNAL void faulty_call_wait(faulty_flight *flight);           /* with the lock held */
+FAULTY_INTERNAL void faulty_call_close(faulty_flight *flight);          /* with the lock held */
+FAULTY_INTERNAL void faulty_call_report(faulty_flight *flight);         /* without it; after close */
 
 /* ---- timer.c; with the lock held -------------------------------------------------------------------------------------- */
 

@@ -20,6 +20,7 @@ faulty_flight *faulty_flight_new(hxa_instance *self, hxa_link *link, hxa_op *out
     flight->op.owner = flight;
     flight->op.failed = -1;
     flight->outer = outer;
+    flight->self = self;
     flight->link = link;
     flight->kind = kind;
     flight->stage = kind == FAULTY_WORK ? FAULTY_WAITING : FAULTY_SUBMITTED;
@@ -27,6 +28,10 @@ faulty_flight *faulty_flight_new(hxa_instance *self, hxa_link *link, hxa_op *out
 }
 
 static void flight_free(faulty_flight *flight) {
+    if (flight->mem != NULL) {
+        flight->self->table->mem_release(flight->mem->inner);
+        free(flight->mem);
+    }
     free(flight->desc);
     free(flight);
 }
@@ -199,7 +204,7 @@ static void take_out(faulty_flight *flight) {
     faulty_ring_remove(&flight->ripe);
     if (flight->held) {
         flight->held = 0;
-        __atomic_fetch_sub(&flight->link->self->block->holding, 1, __ATOMIC_RELAXED);
+        __atomic_fetch_sub(&flight->self->block->holding, 1, __ATOMIC_RELAXED);
     }
 }
 
@@ -228,15 +233,16 @@ void faulty_deliver(faulty_flight *flight, uint32_t events) {
 
 void faulty_ripen(faulty_flight *flight) { faulty_ring_add(&flight->link->ripe, &flight->ripe); }
 
-static void hold(faulty_flight *flight) {
+void faulty_hold(faulty_flight *flight) {
     flight->held = 1;
-    __atomic_fetch_add(&flight->link->self->block->holding, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&flight->self->block->holding, 1, __ATOMIC_RELAXED);
 }
 
 /* A release from Python. */
 void faulty_ungate(faulty_flight *flight) {
     take_out(flight);
-    if (flight->leg == 0 && flight->end > faulty_now()) faulty_timer_add(flight, flight->end);
+    if (flight->kind == FAULTY_CALL) faulty_timer_add(flight, faulty_now());
+    else if (flight->leg == 0 && flight->end > faulty_now()) faulty_timer_add(flight, flight->end);
     else faulty_ripen(flight);
 }
 
@@ -248,7 +254,7 @@ static int close_gate(faulty_flight *flight) {
     flight->accepted = 1;
     if (leg->gate == FAULTY_HELD) {
         faulty_count(&flight->link->self->block->stalled);
-        hold(flight);
+        faulty_hold(flight);
     } else faulty_timer_add(flight, faulty_now() + leg->delay);
     return 1;
 }
@@ -280,9 +286,9 @@ static int close_first_gate(faulty_flight *flight) {
     }
     flight->end += fate->delay;
     if (fate->delay != 0 || fate->outcome_delay != 0 || fate->note_delay != 0) faulty_count(&block->delayed);
-    if (fate->hold || fate->late) {
+    if (fate->hold || fate->late || fate->stuck) {
         faulty_count(fate->late ? &block->late : fate->stall ? &block->stalled : &block->held);
-        hold(flight);
+        faulty_hold(flight);
     } else if (fate->window > 1) enter_pool(flight, now);
     else if (flight->end > now) faulty_timer_add(flight, flight->end);
     else return 0;
@@ -421,7 +427,7 @@ int faulty_cancel(hxa_link *link, hxa_op *op) {
     faulty_reap(self);
     pthread_mutex_lock(&self->lock);
     faulty_flight *flight = (faulty_flight *)op->scratch[0];
-    if (flight == NULL || flight->reported || flight->stage >= FAULTY_REPORTING) {
+    if (flight == NULL || flight->reported || flight->stage >= FAULTY_REPORTING || flight->fate.stuck) {
         pthread_mutex_unlock(&self->lock);
         return 0;
     }
@@ -439,6 +445,25 @@ int faulty_cancel(hxa_link *link, hxa_op *op) {
     pthread_mutex_unlock(&self->lock);
     faulty_deliver(flight, events);
     return 1;
+}
+
+/* What is stuck ends here; what the wrapped driver has is its business, and all else ends by itself. */
+int faulty_abandon(hxa_link *link, hxa_op *op) {
+    hxa_instance *self = link->self;
+    faulty_reap(self);
+    pthread_mutex_lock(&self->lock);
+    faulty_flight *flight = (faulty_flight *)op->scratch[0];
+    const int inside = flight != NULL && flight->stage == FAULTY_SUBMITTED;
+    const int ours = flight != NULL && flight->stage == FAULTY_WAITING && flight->fate.stuck;
+    if (ours) {
+        take_out(flight);
+        conclude(flight, HXA_E_TIMEOUT, 0, HXA_SCOPE_OP, -1);
+        close_flight(flight);
+    }
+    pthread_mutex_unlock(&self->lock);
+    if (ours) faulty_deliver(flight, HXA_COMPLETED | HXA_RELEASED);
+    else if (inside && self->table->abandon != NULL) return self->table->abandon(link->inner, &flight->op);
+    return ours ? 0 : -HXA_E_UNSUPPORTED;
 }
 
 uint64_t faulty_progress(hxa_link *link, const hxa_op *op) {
@@ -504,7 +529,13 @@ void faulty_post(void *ctx, hxa_op *op, uint32_t events) {
     hxa_instance *self = (hxa_instance *)ctx;
     faulty_flight *flight = (faulty_flight *)op->owner;
     if (flight->kind == FAULTY_CALL) {
-        answer_call(self, flight, events);
+        pthread_mutex_lock(&self->lock);
+        flight->seen |= events;
+        const int released = (flight->seen & HXA_RELEASED) != 0, ours = flight->link == NULL;
+        if (released && ours && flight->fate.any) faulty_call_wait(flight);
+        else if (released && ours) faulty_call_close(flight);
+        pthread_mutex_unlock(&self->lock);
+        if (!ours || !flight->fate.any) answer_call(self, flight, events);
         return;
     }
     hxa_link *link = flight->link;

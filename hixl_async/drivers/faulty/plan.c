@@ -40,6 +40,7 @@ static void apply(const faulty_rule *rule, faulty_fate *fate, uint64_t random) {
         break;
     case FAULTY_LATE: fate->late = 1; break;
     case FAULTY_HOLD: fate->hold = 1; break;
+    case FAULTY_STUCK: fate->stuck = 1; break;
     case FAULTY_FAIL:
         if (fate->fail) break;
         fate->fail = 1;
@@ -62,11 +63,15 @@ static void apply(const faulty_rule *rule, faulty_fate *fate, uint64_t random) {
 }
 
 void faulty_fate_of(hxa_instance *self, const hxa_batch *batch, faulty_fate *fate, uint64_t *number) {
+    *number = __atomic_add_fetch(&self->block->ops, 1, __ATOMIC_RELAXED);
+    faulty_fate_of_call(self, verb_of(batch), fate);
+}
+
+void faulty_fate_of_call(hxa_instance *self, uint32_t verb, faulty_fate *fate) {
     faulty_block *block = self->block;
-    const uint32_t verb = verb_of(batch), rules = faulty_load(&block->rules);
+    const uint32_t rules = faulty_load(&block->rules);
     memset(fate, 0, sizeof *fate);
     fate->index = -1;
-    *number = __atomic_add_fetch(&block->ops, 1, __ATOMIC_RELAXED);
     for (uint32_t i = 0; i < rules && i < FAULTY_RULES; i++) {
         uint64_t n;
         if (meets(&block->rule[i], i, verb, self->seed, &n)) apply(&block->rule[i], fate, faulty_random(self->seed, 2 * i + 1, n));
@@ -86,13 +91,15 @@ static faulty_flight *next_held(hxa_instance *self, uint64_t after) {
             faulty_flight *flight = faulty_flight_of(node);
             if (flight->held && flight->number > after && (oldest == NULL || flight->number < oldest->number)) oldest = flight;
         }
+    for (faulty_node *node = self->calls.next; oldest == NULL && node != &self->calls; node = node->next)
+        if (faulty_flight_of(node)->held && faulty_flight_of(node)->number > after) oldest = faulty_flight_of(node);
     return oldest;
 }
 
 static void open_gate(faulty_flight *flight) {
-    faulty_count(&flight->link->self->block->released);
+    faulty_count(&flight->self->block->released);
     faulty_ungate(flight);
-    faulty_link_ring(flight->link);
+    if (flight->link != NULL) faulty_link_ring(flight->link);
 }
 
 static void release_all(faulty_block *block) {
@@ -129,11 +136,13 @@ static void release_one(faulty_block *block, uint64_t n) {
     pthread_mutex_unlock(&owner->lock);
 }
 
-static void break_all(faulty_block *block) {
+static void tell_all(faulty_block *block, uint32_t what, uint64_t argument) {
     for (hxa_instance *self = instances; self != NULL; self = self->next)
         if (self->block == block)
-            for (hxa_link *link = self->links; link != NULL; link = link->next)
-                faulty_link_break(link);
+            for (hxa_link *link = self->links; link != NULL; link = link->next) {
+                if (what == FAULTY_BREAK) faulty_link_break(link);
+                else faulty_say(link, (const faulty_saying *)(uintptr_t)argument);
+            }
 }
 
 /* On the loop's thread the released work is submitted before this returns; elsewhere when the loop polls. */
@@ -144,7 +153,7 @@ static void command(faulty_block *block, uint32_t what, uint64_t argument) {
     pthread_mutex_lock(&registry);
     if (what == FAULTY_RELEASE && argument == 0) release_all(block);
     else if (what == FAULTY_RELEASE) release_one(block, argument);
-    else if (what == FAULTY_BREAK) break_all(block);
+    else tell_all(block, what, argument);
     for (hxa_instance *self = instances; self != NULL && n < MOST; self = self->next)
         if (self->block == block && pthread_equal(self->loop, pthread_self())) mine[n++] = self;
     pthread_mutex_unlock(&registry);

@@ -42,7 +42,7 @@ int faulty_timer_reserve(hxa_instance *self) {
 
 void faulty_timer_remove(faulty_flight *flight) {
     if (flight->slot == 0) return;
-    hxa_instance *self = flight->link->self;
+    hxa_instance *self = flight->self;
     const size_t at = flight->slot - 1;
     faulty_flight *last = self->heap[--self->heap_size];
     flight->slot = 0;
@@ -50,7 +50,7 @@ void faulty_timer_remove(faulty_flight *flight) {
 }
 
 void faulty_timer_add(faulty_flight *flight, uint64_t due) {
-    hxa_instance *self = flight->link->self;
+    hxa_instance *self = flight->self;
     faulty_timer_remove(flight);
     flight->due = due;
     sift(self, self->heap_size++, flight);
@@ -114,9 +114,15 @@ static void *timer(void *arg) {
             faulty_link_ring(flight->link);
             continue;
         }
-        const uint32_t events = faulty_end(flight);
-        pthread_mutex_unlock(&self->lock);
-        faulty_deliver(flight, events);
+        if (flight->kind == FAULTY_CALL) {
+            faulty_call_close(flight);
+            pthread_mutex_unlock(&self->lock);
+            faulty_call_report(flight);
+        } else {
+            const uint32_t events = faulty_end(flight);
+            pthread_mutex_unlock(&self->lock);
+            faulty_deliver(flight, events);
+        }
         pthread_mutex_lock(&self->lock);
     }
     pthread_mutex_unlock(&self->lock);
