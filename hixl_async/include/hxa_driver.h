@@ -148,7 +148,8 @@ enum hxa_event_kind {
     HXA_EVENT_LOG = 4,        /* data is a line for the log */
     HXA_EVENT_MESSAGE = 5     /* data, at most HXA_MESSAGE_BYTES, is for the driver at the other end of the link: the core carries
                                * it over the control connection, in order, to `message` there.  A peer that does not read is
-                               * given up when a thousand messages or 512 KiB wait for it, so less than that may be on its way. */
+                               * given up when a thousand messages or 512 KiB wait for it, so less than that may be on its way.
+                               * After link_stop has finished a driver only answers. */
 };
 
 typedef struct hxa_event {    /* the sink copies topic and data before it returns */
