@@ -7,13 +7,14 @@ import faulthandler
 import importlib.util
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hixl_async.testing import BalanceSheet
+from hixl_async import drivers
+from hixl_async.testing import BalanceSheet, FaultPlan, faulty
 
 # A shell lets what it starts in the background, and so its children, ignore Ctrl-C; tests send some.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -75,6 +76,32 @@ def loop_errors(balance: BalanceSheet) -> Iterator[list[dict[str, Any]]]:
     _errors.clear()
     yield _errors
     assert not _errors, f"the loop's exception handler was called: {_errors}"
+
+
+# -- drivers whose own calls block
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--blocking",
+        action="store_true",
+        help="every engine's drivers take their time to start, shut down, register and forget memory",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _blocking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plan = FaultPlan(1).delay(0.0002, 0.002, verb="call")
+    resolve = drivers.resolve
+
+    def wrapped(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if name == "faulty" or drivers.WRAPPER in options:
+            return resolve(name, options)
+        return resolve(name, faulty(name, plan, **options)[name])
+
+    if request.config.getoption("--blocking", False):
+        monkeypatch.setattr(drivers, "resolve", wrapped)
+    yield
 
 
 # -- nothing is left behind

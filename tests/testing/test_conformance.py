@@ -21,6 +21,21 @@ PLANS = {
 }
 
 
+# What does not claim that memory is let go at once.
+ENGINE = (
+    "test_drained", "test_endings", "test_group", "test_lifecycle", "test_notifications", "test_requests",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_engines_over_a_driver_whose_calls_block() -> None:
+    suite = [str(HERE.parent / "kv"), *(str(HERE.parent / "engine" / f"{name}.py") for name in ENGINE)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--blocking", *suite]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plan", PLANS)
