@@ -19,11 +19,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import Engine, Peer, __version__, drivers, probes
 from .errors import AuthenticationError, HixlError, NoRouteError, ProtocolError, UsageError
-from .types import Access
+from .types import Access, DriverInfo
 
 __all__ = ["main"]
 
@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ping.add_argument("--secret-file", metavar="FILE", help="file with the engines' shared secret")
     ping.add_argument("--domain", default="default", help="the engine's domain (default: default)")
+    ping.add_argument("--driver", metavar="NAME", action="append", help="driver to offer the engine; may be repeated")
     ping.add_argument("--timeout", type=_seconds, default=5.0, help="seconds that each step may take (default: 5)")
     ping.set_defaults(run=_ping)
 
@@ -124,11 +125,11 @@ def _seconds(text: str) -> float:
 
 
 def _info(options: argparse.Namespace) -> int:
-    asyncio.run(_show_info(options.json))
-    return 0 if any(driver.problem is None for driver in drivers.available()) else FAILED
+    return 0 if asyncio.run(_show_info(options.json)) else FAILED
 
 
-async def _show_info(as_json: bool) -> None:
+async def _show_info(as_json: bool) -> bool:
+    """Answers whether any driver can be used here."""
     facts = {
         "hixl_async": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()}, {platform.machine()})",
@@ -136,30 +137,45 @@ async def _show_info(as_json: bool) -> None:
         "uvloop": _installed("uvloop"),
         "kernel": f"{platform.system()} {platform.release()}",
     }
-    known = [(driver, {} if driver.problem else await _limits(driver.name)) for driver in drivers.available()]
+    known = [await _examine(driver) for driver in drivers.available()]
     findings = probes.findings()
+    usable = any(examined.driver.problem is None for examined in known)
     if as_json:
-        rows = [{**driver._asdict(), "limits": limits} for driver, limits in known]
+        rows = [{**driver._asdict(), "limits": limits, "facts": about} for driver, limits, about in known]
         print(json.dumps({**facts, "drivers": rows, "machine": [finding._asdict() for finding in findings]}, indent=2))
-        return
+        return usable
     _table((name, value or "not installed") for name, value in facts.items())
     print("\ndrivers")
-    for driver, limits in known:
-        _table([(driver.name, f"missing: {driver.problem}" if driver.problem else ", ".join(driver.capabilities))])
+    for driver, limits, about in known:
+        first, *rest = (f"missing: {driver.problem}" if driver.problem else ", ".join(driver.capabilities)).splitlines()
+        _table([(driver.name, first), *(("", line.strip()) for line in rest)])
         _table(("", f"{name.replace('_', ' ')} {value}") for name, value in limits.items())
+        _table(("", f"{name}: {value}") for name, value in about.items())
     print("\nmachine")
     for finding in findings:
         mark = "" if finding.state == "ok" else f"{finding.state.upper()}: "
         _table([(finding.name, f"{finding.found}: {mark}{finding.verdict}")])
+    return usable
 
 
-async def _limits(name: str) -> dict[str, int]:
-    """What an opened driver says of itself; nothing where it cannot be opened without options."""
+class _Examined(NamedTuple):
+    driver: DriverInfo
+    limits: dict[str, int]
+    facts: dict[str, str]
+
+
+async def _examine(driver: DriverInfo) -> _Examined:
+    """What a driver says of itself once it is open, or why it cannot be opened here."""
+    if driver.problem is not None:
+        return _Examined(driver, {}, {})
+    engine = Engine(drivers=[driver.name])
+    limits: dict[str, int] = {}
     try:
-        async with Engine(drivers=[name]) as engine:
-            return engine.driver_limits()[name]
-    except HixlError:
-        return {}
+        async with engine:
+            limits = engine.driver_limits()[driver.name]
+    except HixlError as error:
+        driver = driver._replace(problem=str(error))
+    return _Examined(driver, limits, engine.driver_facts().get(driver.name, {}))
 
 
 def _cython_version() -> str | None:
@@ -201,6 +217,7 @@ async def _measure(options: argparse.Namespace, secret: bytes | None) -> None:
         name=f"hixl-async ping {os.getpid()}",
         domain=options.domain,
         secret=secret,
+        drivers=options.driver,
         connect_timeout=options.timeout,
         close_timeout=options.timeout,
     ) as engine:
@@ -235,7 +252,8 @@ async def _writes(engine: Engine, peer: Peer, count: int, size: int, timeout: fl
     remote = await peer.region(SCRATCH, timeout=timeout)
     if len(remote) < size:
         return f"the peer's {SCRATCH!r} has only {len(remote)} bytes"
-    target, data = remote[:size], bytes(size)
+    # Memory of the engine's own, which every driver can move.
+    target, data = remote[:size], engine.allocate("hixl.ping", size)
     times = []
     for _ in range(count):
         started = time.perf_counter()

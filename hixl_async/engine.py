@@ -103,6 +103,7 @@ class Engine(Core):
         self._listener: Listener | None = None
         self._drivers: dict[str, Driver] = {}
         self._started: list[Driver] = []
+        self._facts: dict[str, dict[str, str]] = {}
         self._names: dict[str, Region] = {}
         self._numbers: dict[int, Region] = {}
         self._peers = Peers(self)
@@ -134,6 +135,7 @@ class Engine(Core):
             for name, options in self.config.drivers.items():
                 capsule, settings = drivers.resolve(name, options)
                 self._drivers[name] = Driver(self, capsule, name, settings)
+                self._facts[name] = self._drivers[name].about()
             for driver in self._drivers.values():
                 await self._start(driver)
             self._listener = await Listener.open(
@@ -164,6 +166,7 @@ class Engine(Core):
             if isinstance(error, DriverError | InvalidArgumentError):
                 raise
             raise DriverError(str(error), native=error.native) from error
+        self._facts[driver.name] = driver.about()
 
     async def aclose(self) -> None:
         """Refuses new work, drains what is in flight, says goodbye to peers, and gives everything back.  Idempotent.
@@ -602,6 +605,10 @@ class Engine(Core):
             }
             for name, driver in self._drivers.items()
         }
+
+    def driver_facts(self) -> dict[str, dict[str, str]]:
+        """What each driver tells of itself and what it runs on, for people; known even if it could not be started."""
+        return {name: dict(facts) for name, facts in self._facts.items()}
 
     def _abandon(self) -> None:
         """In a child of fork(): closes the child's copies of descriptors, so that it keeps no port and socket open."""

@@ -77,6 +77,7 @@ constexpr hxa_driver make_table() {
     table.mem_retire = guarded<hx::mem_retire>;
     table.message = guarded<hx::link_message>;
     table.abandon = guarded<hx::abandon>;
+    table.about = hx::instance_about;
     return table;
 }
 

@@ -11,5 +11,6 @@ void instance_limits(hxa_instance *self, hxa_limits *out);
 void instance_stats(hxa_instance *self, hxa_stats *out);
 int instance_start(hxa_instance *self, hxa_op *op);
 int instance_shutdown(hxa_instance *self, hxa_op *op);
+const char *instance_about(hxa_instance *self);
 
 }  // namespace hx
