@@ -17,6 +17,7 @@ import pytest
 import hixl_async
 from hixl_async import cli, drivers
 from hixl_async.types import DriverInfo
+from tests.hixlsim.build import build
 
 SECRET = "a secret of nineteen"
 SERVER = Path(__file__).with_name("server.py")
@@ -136,6 +137,39 @@ def test_info_says_why_a_driver_is_missing(tmp_path: Path) -> None:
     assert "no_such_module_at_all" in line
 
 
+def test_info_says_why_a_driver_cannot_be_opened() -> None:
+    facts = json.loads(hixl("info", "--json", env={"ASCEND_HOME_PATH": "/no/such/toolkit"}).stdout)
+    (faulty,) = [driver for driver in facts["drivers"] if driver["name"] == "faulty"]
+    assert "it wraps another driver" in faulty["problem"]
+    (driver,) = [driver for driver in facts["drivers"] if driver["name"] == "hixl"]
+    if driver["problem"] is None:
+        pytest.skip("this machine has CANN")
+    assert "install CANN" in driver["problem"]
+    assert "/no/such/toolkit/lib64/libcann_hixl.so" in driver["problem"]
+    assert driver["limits"] == driver["facts"] == {}
+
+
+@pytest.mark.parametrize("without", [(), ("batch", "connect_async", "capability")])
+def test_info_shows_what_the_library_of_a_driver_can_do(without: tuple[str, ...]) -> None:
+    root = build(without=without)
+    result = hixl("info", env={"ASCEND_HOME_PATH": str(root)})
+    assert result.returncode == 0
+    assert f"library: {root}/lib64/libcann_hixl.so" in result.stdout
+    assert f"version: {'9.0.0' if without else '9.2.0'}" in result.stdout
+    assert f"asynchronous connect: {'no' if without else 'yes'}" in result.stdout
+    assert f"batch query: {'no' if without else 'yes'}" in result.stdout
+    assert "listens at: 127.0.0.1:" in result.stdout
+
+
+def test_info_shows_the_library_although_it_cannot_be_started() -> None:
+    root = build()
+    result = hixl("info", "--json", env={"ASCEND_HOME_PATH": str(root), "HIXLSIM_FAULTS": "init=207001"})
+    (driver,) = [driver for driver in json.loads(result.stdout)["drivers"] if driver["name"] == "hixl"]
+    assert "start of driver 'hixl'" in driver["problem"]
+    assert driver["facts"]["library"] == f"{root}/lib64/libcann_hixl.so"
+    assert "listens at" not in driver["facts"]
+
+
 def test_info_fails_where_no_driver_can_be_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +217,18 @@ def test_ping_writes_into_a_scratch_region_only(serve: Callable[..., Server]) ->
     assert (facts["write"]["count"], facts["write"]["bytes"]) == (10, 40)
     assert server.memory("hixl.scratch") == bytes(40) + b"\xa5" * 24
     assert server.memory("kv") == b"\xa5" * 64
+
+
+def test_ping_over_another_driver(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(build()))
+    with monkeypatch.context() as server_alone:
+        server_alone.setenv("HIXL_ASYNC_DRIVERS", "hixl")
+        server = serve("hixl.scratch:64:write")
+    facts = json.loads(hixl("ping", server.address, "--json", "--driver", "hixl").stdout)
+    assert facts["drivers"] == ["hixl"]
+    assert facts["write"]["count"] == 10
+    assert server.memory("hixl.scratch") == bytes(64)
+    failed(hixl("ping", server.address), 3, "no driver reaches")
 
 
 @pytest.mark.parametrize(
