@@ -29,7 +29,7 @@ cdef class Core(Hub):
     cdef uint64_t _pin_buffer(self, Transfer transfer, object local, uint32_t verb, Link link) except? <uint64_t>-1
     cdef int _attach_note(self, Transfer transfer, Driver driver, object notify) except -1
     cdef int _attach_signal(self, Transfer transfer, Driver driver, object signal) except -1
-    cdef int _find_place(self, Transfer transfer, object local, uint64_t size, Driver driver) except -1
+    cdef int _find_place(self, Transfer transfer, object local, uint64_t size, Driver driver, bint device) except -1
     cdef list _flights(self)
     cdef int _place(self, LocalMemory memory, Driver driver) except -1
     cdef int _own(self, LocalMemory memory, char *address, uint64_t size, uint32_t rights) except -1

@@ -319,7 +319,7 @@ cdef class Core(Hub):
             if anywhere and not device:
                 transfer.local = owner
             else:
-                self._find_place(transfer, local, size, link.driver)
+                self._find_place(transfer, local, size, link.driver, device)
             return size
         try:
             PyObject_GetBuffer(local, &transfer.view, PyBUF_WRITABLE if verb == HXA_READ else PyBUF_SIMPLE)
@@ -332,16 +332,17 @@ cdef class Core(Hub):
         size = transfer.view.len
         if not anywhere:
             PyBuffer_Release(&transfer.view)  # the region that it lies in keeps it alive
-            self._find_place(transfer, local, size, link.driver)
+            self._find_place(transfer, local, size, link.driver, False)
         return size
 
-    cdef int _find_place(self, Transfer transfer, object local, uint64_t size, Driver driver) except -1:
+    cdef int _find_place(self, Transfer transfer, object local, uint64_t size, Driver driver, bint device) except -1:
         """Names an address of ours by the region that it lies in, for a driver that moves nothing else."""
         cdef LocalMemory memory = (<Places>self.places).find(transfer.desc.loff, size, driver.index)
         if memory is None:
             raise errors.BufferTypeError(
-                f"driver {driver.name!r} moves registered memory only, and this {type(local).__name__} lies in no region of "
-                "this engine; engine.register(name, buffer) the memory first, once, and use any part of it"
+                f"driver {driver.name!r} moves {'device ' if device else ''}memory only where it is registered, and this "
+                f"{type(local).__name__} lies in no region that it knows; engine.register(name, buffer) the memory first, "
+                "once, and use any part of it"
             )
         transfer.desc.lmem = memory.mems[driver.index]
         transfer.desc.loff -= <uint64_t>memory.address

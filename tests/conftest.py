@@ -90,7 +90,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _blocking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _blocking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = FaultPlan(1).delay(0.0002, 0.002, verb="call")
     resolve = drivers.resolve
 
@@ -101,7 +101,6 @@ def _blocking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
     if request.config.getoption("--blocking", False):
         monkeypatch.setattr(drivers, "resolve", wrapped)
-    yield
 
 
 # -- nothing is left behind

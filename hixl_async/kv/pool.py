@@ -60,6 +60,7 @@ class Pool:
     :param access: what peers may do with the memory; ``"none"`` for a pool that is only a source of pushes.
     :param grant: narrows `access` per peer, as in ``engine.allocate``.
     :param shuffle: seed of a random order in which blocks are lent; by default the lowest free ids go first.
+    :param memory: where the blocks lie, as for ``engine.register``, of exactly the pool's size; by default new memory.
     :raises InvalidArgumentError: if an argument is malformed, or the engine has a region of that name.
     """
 
@@ -73,6 +74,7 @@ class Pool:
         access: AccessLike = "write",
         grant: Callable[[Peer], AccessLike] | None = None,
         shuffle: int | None = None,
+        memory: Any = None,
     ) -> None:
         if not isinstance(layout, Layout):
             raise InvalidArgumentError(f"layout must be a hixl_async.kv.Layout, not {type(layout).__name__}")
@@ -95,10 +97,17 @@ class Pool:
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         #: The region that holds the blocks.
-        self.region: Region = engine.allocate(name, layout.pool_bytes(blocks), access=access, grant=grant)
+        self.region: Region
+        size = layout.pool_bytes(blocks)
+        if memory is None:
+            self.region = engine.allocate(name, size, access=access, grant=grant)
+        else:
+            self.region = engine.register(name, memory, access=access, grant=grant)
         self._signals: Region | None = None
         self._words: memoryview | None = None
         try:
+            if self.region.size != size:
+                raise RangeError(f"memory has {self.region.size} bytes; a pool of {blocks} such blocks has {size}")
             if Access.parse(access) & Access.WRITE:
                 size = blocks * layout.layers * WORD
                 self._signals = engine.allocate(f"{name}.signals", size, access="write", grant=grant)
@@ -114,7 +123,7 @@ class Pool:
 
     @property
     def memory(self) -> memoryview:
-        """The pool's bytes; ``layout.shape(blocks)`` says how to look at them."""
+        """The pool's bytes; ``layout.shape(blocks)`` says how to look at them; not on a device."""
         return memoryview(self.region)
 
     @property

@@ -81,8 +81,9 @@ class PushStream:
         :param layer: index of the layer; each is pushed once, in any order.
         :param source: ``blocks[layer]`` of blocks of this stream's pool.  They may be fewer than the consumer's blocks,
             of which they fill the first ones.
-        :param ready: None (now), an event with ``query()`` (a device event that has been recorded) or ``is_set()``, or
-            a callable that answers whether the layer may be read.  It is called on the loop, often, and must not block.
+        :param ready: None (now), an event with ``query()`` (a device event; one of torch's that was never recorded is not
+            ready) or ``is_set()``, or a callable that answers whether the layer may be read.  It is called on the loop,
+            often, and must not block.
         :raises RangeError: if the layer does not exist, or there are more source blocks than the consumer has.
         :raises InvalidArgumentError: if the layer was pushed before, or `source` is not that layer of blocks of this
             pool.

@@ -16,6 +16,9 @@ __all__ = ["ReadyPoller", "predicate"]
 #: to milliseconds, up (asyncio) or to the nearest (uvloop), so that the short ones mean "soon".
 SHORTEST, LONGEST = 50e-6, 1e-3
 
+#: Where torch's events (of NPUs, of CUDA, of any accelerator) show the device's own event: 0 until they are first recorded.
+HANDLES = ("npu_event", "cuda_event", "event_id")
+
 
 def predicate(ready: Ready) -> Callable[[], Any] | None:
     """The question to ask of a ready mark; None if there is none to ask.
@@ -24,10 +27,14 @@ def predicate(ready: Ready) -> Callable[[], Any] | None:
     """
     if ready is None:
         return None
-    for name in ("query", "is_set"):
-        method = getattr(ready, name, None)
-        if callable(method):
-            return method  # type: ignore[no-any-return]
+    query = getattr(ready, "query", None)
+    if callable(query):
+        handle = next((name for name in HANDLES if hasattr(ready, name)), None)
+        # An event that was never recorded calls itself done, but nothing has been computed yet.
+        return query if handle is None else lambda: getattr(ready, handle) and query()
+    is_set = getattr(ready, "is_set", None)
+    if callable(is_set):
+        return is_set  # type: ignore[no-any-return]
     if callable(ready):
         return ready
     raise InvalidArgumentError(
