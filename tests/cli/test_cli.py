@@ -155,7 +155,7 @@ def test_info_shows_what_the_library_of_a_driver_can_do(without: tuple[str, ...]
     result = hixl("info", env={"ASCEND_HOME_PATH": str(root)})
     assert result.returncode == 0
     assert f"library: {root}/lib64/libcann_hixl.so" in result.stdout
-    assert f"version: {'9.0.0' if without else '9.2.0'}" in result.stdout
+    assert f"version: {'9.0.0' if without else '9.2.0'}-simulated" in result.stdout
     assert f"asynchronous connect: {'no' if without else 'yes'}" in result.stdout
     assert f"batch query: {'no' if without else 'yes'}" in result.stdout
     assert "listens at: 127.0.0.1:" in result.stdout

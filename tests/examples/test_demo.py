@@ -32,6 +32,7 @@ from report import compare
 from router import Run
 
 import hixl_async
+from tests.hixlsim.build import build
 
 DEMO = Path(weights.__file__).parent
 ROOT = Path(hixl_async.__file__).parents[1]
@@ -151,6 +152,18 @@ def runs(pid: int) -> bool:
 
 
 # ------------------------------------------------------------------------------------------- it works
+
+
+@pytest.mark.parametrize("backend", ["comm", "cs", "fab"])
+def test_everything_is_identical_over_hixl(start: Callable[..., Demo], backend: str) -> None:
+    environment = {"ASCEND_HOME_PATH": str(build()), "HIXLSIM_BACKEND": backend}
+    demo = start("--random-model", "--driver", "hixl", "--prompt", "hi", "--tokens", "8", environment=environment)
+    pids = demo.pids()
+    assert demo.finish() == 0, demo.errors
+    assert demo.errors == ""
+    assert "THE ACCELERATORS ARE SIMULATED" in demo.output
+    assert demo.output.endswith("IDENTICAL: every token, every bit of the logits, every byte of K/V.\n")
+    assert_gone(pids)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

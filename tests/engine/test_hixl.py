@@ -1,0 +1,287 @@
+"""Engines over HIXL: the simulated library in each of its three back-ends."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from hixl_async import (
+    BufferTypeError,
+    DriverError,
+    DriverLoadError,
+    Engine,
+    InvalidArgumentError,
+    PeerLostError,
+    PeerState,
+    StaleRegionError,
+    TransferTimeoutError,
+    kv,
+)
+from hixl_async.testing import EnginePair, engine_pair, peer_process
+from tests.hixlsim.build import build
+
+from .conftest import until
+
+LAYOUT = kv.Layout(layers=4, kv_heads=2, head_dim=16, dtype="bfloat16", block_tokens=4)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return build()
+
+
+@pytest.fixture(params=["comm", "cs", "fab"])
+def drivers(request: pytest.FixtureRequest, root: Path) -> Any:
+    return {"hixl": {"library": str(root), "backend": request.param}}
+
+
+@pytest.fixture
+def simulate(root: Path) -> Iterator[Callable[[str, object], None]]:
+    """Sets a variable of the simulation for a while."""
+    library = ctypes.CDLL(str(root / "lib64" / "libcann_hixl.so"))
+    plain = {"FAULTS": "", "LATENCY_US": 0, "JITTER_US": 0, "GBPS": 0, "ORDER": "fifo"}
+    used = set()
+
+    def change(name: str, value: object) -> None:
+        used.add(name)
+        assert library.hixlsim_set(name.encode(), str(value).encode()) == 0
+
+    yield change
+    for name in used:
+        change(name, plain[name])
+
+
+@pytest.fixture
+async def pair(drivers: Any) -> Any:
+    async with engine_pair(drivers, other=drivers, close_timeout=5.0) as pair:
+        yield pair
+        assert pair.left.stats().in_flight == 0
+
+
+# -- it works
+
+
+async def test_bytes_move_both_ways(pair: EnginePair) -> None:
+    there, remote = await pair.region("there", 1 << 20)
+    here = pair.left.allocate("here", 1 << 20)
+    numpy.frombuffer(here, "uint8")[:] = numpy.arange(1 << 20, dtype="uint64").astype("uint8") * 7
+    await pair.left.write(here, remote)
+    assert bytes(memoryview(there)) == bytes(memoryview(here))
+    memoryview(here)[:] = bytes(1 << 20)
+    await pair.left.read(here[4096:8192], remote[4096:8192])
+    assert bytes(memoryview(here)[4096:8192]) == bytes(memoryview(there)[4096:8192])
+    assert not any(memoryview(here)[:4096])
+    stats = pair.left.stats()
+    assert stats.bytes == (1 << 20) + 4096
+    assert stats.failed == 0
+
+
+async def test_work_in_both_directions_at_once(pair: EnginePair) -> None:
+    async def side(engine: Engine, peer: Any, name: str) -> None:
+        region = engine.allocate(f"{name}.source", 4096)
+        memoryview(region)[:] = name.encode() * (4096 // len(name))
+        remote = await peer.region(f"{'right' if name == 'left' else 'left'}.target")
+        for number in range(64):
+            await engine.write(region[0:64], remote[number * 64 : number * 64 + 64])
+
+    left = pair.left.allocate("left.target", 4096, access="write")
+    right = pair.right.allocate("right.target", 4096, access="write")
+    await asyncio.gather(side(pair.left, pair.peer, "left"), side(pair.right, pair.back, "righ"))
+    assert bytes(memoryview(right)) == b"left" * 1024
+    assert bytes(memoryview(left)) == b"righ" * 1024
+
+
+async def test_a_registered_buffer_and_parts_of_it(pair: EnginePair) -> None:
+    there, remote = await pair.region("there", 4096)
+    array = numpy.arange(512, dtype="int64")
+    pair.left.register("array", array)
+    await pair.left.write(array[100:108], remote[0:64])
+    assert bytes(memoryview(there)[:64]) == array[100:108].tobytes()
+    with pytest.raises(BufferTypeError, match=r"'hixl' moves memory only where it is registered"):
+        pair.left.write(b"somewhere", remote[0:9])
+
+
+async def test_notifications_come_after_their_data_and_in_order(pair: EnginePair) -> None:
+    there, remote = await pair.region("there", 4096)
+    here = pair.left.allocate("here", 4096)
+    notes = pair.right.notifications("landed")
+    for number in range(100):
+        memoryview(here)[number] = number
+        pair.left.write(here[number : number + 1], remote[number : number + 1], notify=("landed", bytes([number])))
+    for number in range(100):
+        note = await anext(notes)
+        assert note.payload == bytes([number])
+        assert note.peer is pair.back
+        assert memoryview(there)[number] == number
+    long = bytes(range(256)) * 200
+    await pair.left.notify(pair.peer, "landed", long)
+    assert (await anext(notes)).payload == long
+
+
+async def test_a_stream_of_layers(pair: EnginePair) -> None:
+    async with (
+        kv.Pool(pair.right, LAYOUT, blocks=32, shuffle=1) as target,
+        kv.Pool(pair.left, LAYOUT, blocks=32, access="none", shuffle=2) as source,
+        target.reserve(tokens=60) as blocks,
+        source.reserve(tokens=60) as mine,
+    ):
+        values = numpy.random.default_rng(7).integers(0, 1 << 16, LAYOUT.shape(15), dtype=numpy.uint16)
+        ours = source.region.numpy("uint16", LAYOUT.shape(32))
+        theirs = target.region.numpy("uint16", LAYOUT.shape(32))
+        ours[:, :, mine.ids] = values
+        async with source.open_stream(pair.peer, blocks.ticket()) as out:
+            for layer in (2, 0, 3, 1):
+                out.push(layer, mine[layer])
+            landed = [layer async for layer in blocks.stream()]
+        assert sorted(landed) == [0, 1, 2, 3]
+        assert (theirs[:, :, blocks.ids] == values).all()
+        del ours, theirs
+
+
+# -- memory that comes and goes while links live
+
+
+async def test_memory_registered_after_the_connection(pair: EnginePair) -> None:
+    running = True
+    _, steady = await pair.region("steady", 4096)
+    source = pair.left.allocate("source", 4096)
+
+    async def traffic() -> int:
+        done = 0
+        while running:
+            done += await pair.left.write(source[0:64], steady[0:64])
+        return done
+
+    under_way = asyncio.create_task(traffic())
+    for number in range(3):
+        late, remote = await pair.region(f"late {number}", 4096)
+        ours = pair.left.allocate(f"ours {number}", 4096)
+        memoryview(ours)[:] = bytes([number + 1]) * 4096
+        await pair.left.write(ours, remote)
+        assert bytes(memoryview(late)) == bytes([number + 1]) * 4096
+    running = False
+    assert await under_way > 0
+    assert pair.left.stats().failed == 0, "work was lost when the link was cycled"
+
+
+async def test_a_closed_region_is_revoked_at_once_and_forgotten_later(pair: EnginePair) -> None:
+    buffer = bytearray(4096)
+    region = pair.right.register("lent", buffer, access="read-write")
+    remote = await pair.peer.region("lent")
+    here = pair.left.allocate("here", 4096)
+    await pair.left.write(here, remote)
+    await region.aclose()
+    with pytest.raises(StaleRegionError):
+        pair.left.write(here, remote)
+    # Others go on, and the memory is free once the transport has forgotten it.
+    _, other = await pair.region("other", 4096)
+    await pair.left.write(here, other)
+    await until(lambda: pair.right.stats().regions == 1)
+    buffer.append(1)
+    pair.right.register("lent", buffer, access="read-write")
+    await pair.left.write(here, (await pair.peer.region("lent"))[0:4096])
+
+
+# -- what goes wrong
+
+
+async def test_a_deadline_costs_the_link_and_the_next_write_works(
+    pair: EnginePair, simulate: Callable[[str, object], None]
+) -> None:
+    there, remote = await pair.region("there", 4096)
+    here = pair.left.allocate("here", 4096)
+    await pair.left.write(here, remote)
+    simulate("FAULTS", "hang@1")
+    memoryview(here)[:] = b"x" * 4096
+    transfer = pair.left.write(here, remote, deadline=0.1)
+    with pytest.raises(TransferTimeoutError, match="deadline"):
+        await transfer
+    await transfer.drained()
+    simulate("FAULTS", "")
+    assert pair.peer.state is PeerState.UP
+    await pair.left.write(here, remote)
+    assert bytes(memoryview(there)) == b"x" * 4096
+    assert pair.left.stats().pinned == 0
+
+
+async def test_hardware_that_fails_costs_one_transfer(
+    pair: EnginePair, simulate: Callable[[str, object], None]
+) -> None:
+    _, remote = await pair.region("there", 4096)
+    here = pair.left.allocate("here", 4096)
+    await pair.left.write(here, remote)
+    simulate("FAULTS", "transfer@1")
+    with pytest.raises((PeerLostError, TransferTimeoutError)) as caught:
+        await pair.left.write(here, remote, deadline=1.0)
+    assert caught.value.retryable
+    simulate("FAULTS", "")
+    await pair.left.write(here, remote)
+    assert pair.peer.state is PeerState.UP
+
+
+async def test_a_peer_that_dies(drivers: Any, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(root))
+    monkeypatch.setenv("HIXLSIM_BACKEND", drivers["hixl"]["backend"])
+    async with (
+        peer_process(driver="hixl", regions={"there": 4096}) as process,
+        Engine("127.0.0.1:0", drivers=drivers, close_timeout=5.0) as engine,
+    ):
+        peer = await engine.connect(process.address)
+        remote = await peer.region("there")
+        here = engine.allocate("here", 4096, access="read")
+        await engine.write(here, remote)
+        process.kill()
+        with pytest.raises(PeerLostError):
+            while True:
+                await engine.write(here, remote, deadline=2.0)
+        await engine.drained(here)
+        await until(lambda: peer.state is PeerState.DOWN)
+
+
+async def test_a_peer_that_leaves_and_comes_back(drivers: Any) -> None:
+    async with Engine("127.0.0.1:0", name="stays", drivers=drivers) as stays:
+        region = stays.allocate("there", 64, access="write")
+        for number in range(3):
+            async with Engine(name="comes", drivers=drivers) as comes:
+                here = comes.allocate("here", 64)
+                memoryview(here)[:] = bytes([number]) * 64
+                peer = await comes.connect(stays.address)
+                await comes.write(here, await peer.region("there"))
+                assert bytes(memoryview(region)) == bytes([number]) * 64
+        await until(lambda: stays.stats().peers == 0)
+
+
+# -- options and the library
+
+
+async def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DriverLoadError, match=r"libcann_hixl\.so cannot be loaded; install CANN") as caught:
+        await Engine(drivers={"hixl": {"library": str(tmp_path)}}).open()
+    assert str(tmp_path / "lib64") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"hixl_ip": "everywhere"}, "hixl_ip"),
+        ({"RdmaTrafficClass": 3}, "RdmaTrafficClass"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+async def test_options_that_cannot_be(root: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=says):
+        await Engine(drivers={"hixl": {"library": str(root), **options}}).open()
+
+
+async def test_an_engine_that_cannot_be_initialized(drivers: Any, simulate: Callable[[str, object], None]) -> None:
+    simulate("FAULTS", "init=507899")
+    engine = Engine(drivers=drivers)
+    with pytest.raises(DriverError, match="start of driver 'hixl'.*507899"):
+        await engine.open()
+    assert engine.driver_facts()["hixl"]["version"].endswith("simulated")
