@@ -136,11 +136,16 @@ def test_nobody_listens(pair: tuple[Hixl, Hixl]) -> None:
     assert pair[0].connect("nowhere:1") == PARAM_INVALID
 
 
-def test_somebody_listens_and_says_nothing(pair: tuple[Hixl, Hixl]) -> None:
+def test_somebody_listens_and_says_nothing(pair: tuple[Hixl, Hixl], backend: str, library: Library) -> None:
     import socket
 
+    library.set("COMM_PATIENCE_MS", 300)
     with socket.create_server(("127.0.0.1", 0)) as mute:
+        began = time.monotonic()
         assert pair[0].connect(f"127.0.0.1:{mute.getsockname()[1]}", 50) == TIMEOUT
+        assert backend != "comm" or time.monotonic() - began >= 0.3, (
+            "COMM does not mind the time, and would wait for ever"
+        )
 
 
 @pytest.mark.parametrize("ms", [0, -1])
@@ -209,6 +214,8 @@ def test_handles(pair: tuple[Hixl, Hixl], backend: str) -> None:
     handle = here.register(block.addr, 4096)[1]
     assert here.deregister(0) == PARAM_INVALID
     assert here.deregister(handle) == SUCCESS
+    assert here.deregister(handle) == SUCCESS
+    assert here.connect(pair[1]) == SUCCESS
     assert here.deregister(handle) == (FAILED if backend == "fab" else SUCCESS)
     assert here.register(block.addr, 4096)[0] == SUCCESS
 

@@ -216,7 +216,7 @@ def test_a_wait_for_an_answer_holds_the_link_on_cs(linked: tuple[Hixl, Hixl], ba
 def test_the_receiver_is_gone(linked: tuple[Hixl, Hixl], backend: str) -> None:
     here, there = linked
     there.finalize()
-    assert here.notify(there, "a", "b", 200) == {"comm": 1, "cs": FAILED, "fab": FAILED}[backend]
+    assert here.notify(there, "a", "b", 200) == {"comm": 1, "cs": TIMEOUT, "fab": FAILED}[backend]
     assert here.disconnect(there) == SUCCESS
     assert here.notify(there, "a", "b") == (FAILED if backend == "fab" else NOT_CONNECTED)
 
@@ -247,4 +247,5 @@ def test_a_dead_peer_is_noticed_with_auto_connect_only(
     assert here.connect(there) == SUCCESS
     there.finalize()
     time.sleep(0.2)
-    assert here.disconnect(there) == (NOT_CONNECTED if auto == "1" else SUCCESS)
+    # CS leaves its end open: only a process that is gone is noticed.
+    assert here.disconnect(there) == (NOT_CONNECTED if auto == "1" and backend != "cs" else SUCCESS)

@@ -21,7 +21,7 @@ def backend_of(hixl: Hixl) -> str:
     """Told apart by what they answer."""
     if hixl.batch()[0] == SUCCESS:
         return "cs"
-    return "fab" if hixl.deregister(1) == FAILED else "comm"
+    return "fab" if hixl.register(4096, 0)[0] == PARAM_INVALID else "comm"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,6 @@ GOOD: list[dict[str, str]] = [
     {"RdmaServiceLevel": "0", "BufferPool": "0:0"},
     {"adxl.BufferPool": "0:0"},
     {"AutoConnect": "1"},
-    {"GlobalResourceConfig": ""},
     resources(),
     resources(fabric_memory__max_capacity=1024, fabric_memory__start_address=0, fabric_memory__task_stream_num=1),
     resources(fabric_memory={"max_capacity": "1", "enable_aicpu_unfold": False, "task_stream_num": "8"}),
@@ -117,7 +116,7 @@ BAD: list[dict[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("options", GOOD, ids=str)
+@pytest.mark.parametrize("options", GOOD)
 def test_options_that_all_backends_take(
     backend: str, library: Library, objects: list[Hixl], options: dict[str, str]
 ) -> None:
@@ -125,7 +124,7 @@ def test_options_that_all_backends_take(
     assert objects[0].initialize(options=options) == SUCCESS
 
 
-@pytest.mark.parametrize("options", BAD, ids=str)
+@pytest.mark.parametrize("options", BAD)
 def test_options_that_no_backend_takes(
     backend: str, library: Library, objects: list[Hixl], options: dict[str, str]
 ) -> None:
@@ -139,6 +138,7 @@ def test_options_that_no_backend_takes(
     [
         ({"BufferPool": "4:8"}, {"comm"}),
         ({"EnableUseFabricMem": "0"}, {"comm", "fab"}),
+        ({"GlobalResourceConfig": ""}, {"cs", "fab"}),
         (resources(channel_pool__max_channel=10), {"cs", "fab"}),
         (
             resources(
@@ -157,7 +157,6 @@ def test_options_that_no_backend_takes(
         ),
         (resources(comm_resource_config__protocol_desc="tcp:host"), {"comm", "fab"}),
     ],
-    ids=str,
 )
 def test_options_that_some_take(
     backend: str, library: Library, objects: list[Hixl], options: dict[str, str], takes: set[str]
@@ -228,3 +227,13 @@ def test_a_device_must_be_set_on_the_thread(
     thread.start()
     thread.join()
     assert answers == [107002, SUCCESS]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fit"), [("roce:host", "roce:host", True), ("roce:host", "ub_ctp:device", False)]
+)
+def test_endpoints_of_cs_have_to_meet(library: Library, objects: list[Hixl], ours: str, theirs: str, fit: bool) -> None:
+    for each in (ours, theirs):
+        objects.append(Hixl(library))
+        assert objects[-1].initialize(options=resources(comm_resource_config__protocol_desc=each)) == SUCCESS
+    assert objects[0].connect(objects[1]) == (SUCCESS if fit else PARAM_INVALID)

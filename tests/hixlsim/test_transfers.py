@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -321,14 +322,14 @@ def test_exhausted_is_about_links_not_requests(link: Link) -> None:
     while count < 5000 and linked.write()[0] == SUCCESS:
         count += 1
     assert count == (most or 5000)
-    assert most is None or linked.write()[0] == RESOURCE_EXHAUSTED
+    assert most is None or linked.write()[0] == (FAILED if linked.mode == "fab-host" else RESOURCE_EXHAUSTED)
 
 
 def test_cs_on_the_host_is_exhausted_after_the_bytes_moved(link: Link) -> None:
     linked = link()
     linked.library.set("FAULTS", "exhausted@1")
     linked.ours.fill(b"moved")
-    assert linked.write()[0] == RESOURCE_EXHAUSTED
+    assert linked.write()[0] == (FAILED if linked.mode.startswith("fab") else RESOURCE_EXHAUSTED)
     assert linked.theirs.read(5) == (b"moved" if linked.mode == "cs-host" else bytes(5))
     assert linked.ask(linked.write()[1]) == (SUCCESS, COMPLETED)
 
@@ -457,3 +458,22 @@ def test_memory_stays_alive_until_the_bytes_moved(link: Link) -> None:
     assert linked.ask(req) == (SUCCESS, expected)
     assert linked.here.disconnect(linked.there) == SUCCESS
     assert linked.here.deregister(handle) == SUCCESS
+
+
+def test_fab_looks_at_the_first_local_address(
+    library: Library, objects: list[Hixl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where host memory was registered, and the list begins with host memory, all of it has to be registered."""
+    monkeypatch.setenv("HIXLSIM_BACKEND", "fab")
+    linked = Linked(library, "fab", {})
+    objects += [linked.here, linked.there]
+    device = ctypes.c_void_p()
+    assert library.acl.aclrtMalloc(ctypes.byref(device), ctypes.c_size_t(4096), 0) == 0
+    host, remote = linked.ours.addr, linked.theirs.addr
+    for ops, status in (
+        ([(device.value, remote, 8)], SUCCESS),
+        ([(host, remote, 8), (device.value, remote, 8)], PARAM_INVALID),
+        ([(device.value, remote, 8), (host, remote, 8)], SUCCESS),
+    ):
+        assert linked.here.transfer(linked.there, WRITE, ops)[0] == status
+    assert library.acl.aclrtFree(device) == 0

@@ -280,14 +280,14 @@ class Comm : public Engine {
             std::this_thread::sleep_for(std::chrono::milliseconds(10));
         }
         const auto link = std::make_shared<Link>();
+        const Status injected = failure(Point::connect);
+        const Status status = injected != SUCCESS ? injected : join(remote, timeout_ms, Breaks::silently, false, *link);
+        if (status != SUCCESS) {
+            return status;
+        }
         {
             std::lock_guard<std::mutex> hold(creating);
             stall(Point::connect_stall);
-            const Status injected = failure(Point::connect);
-            const Status status = injected != SUCCESS ? injected : join(remote, timeout_ms, Breaks::silently, false, *link);
-            if (status != SUCCESS) {
-                return status;
-            }
         }
         {
             std::lock_guard<std::mutex> hold(links_guard_);
@@ -318,7 +318,7 @@ class Comm : public Engine {
         const bool told = dial(ip, port, deadline, fresh) == SUCCESS && fresh->send(Message::part, Pack().string(id_).text(), deadline) == 0;
         destroy(remote);
         Frame answer{};
-        if (told && (fresh->wait(answer, deadline) != Took::frame || answer.type != Message::ack)) {
+        if (told && (fresh->wait(answer, answer_by(deadline)) != Took::frame || answer.type != Message::ack)) {
             return FAILED;
         }
         return failure(Point::disconnect);

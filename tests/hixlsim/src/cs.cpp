@@ -213,8 +213,16 @@ class Cs : public Engine {
             return injected;
         }
         const auto deadline = after(timeout_ms / 1000.0);
-        if (link->over || link->control->send(Message::notify, Pack().string(notify.name).string(notify.text).text(), deadline) != 0) {
+        if (link->over) {
             return FAILED;
+        }
+        if (!link->stream->left_in_order() && link->control->send(Message::notify, Pack().string(notify.name).string(notify.text).text(), deadline) != 0) {
+            return FAILED;
+        }
+        if (link->stream->left_in_order()) {
+            // An engine that is over leaves its end of the connection open, and nobody reads it.
+            std::this_thread::sleep_until(deadline);
+            return TIMEOUT;
         }
         Frame answer{};
         const Took took = link->control->wait(answer, deadline);
@@ -301,7 +309,7 @@ class Cs : public Engine {
             bool dead = false;
             {
                 std::lock_guard<std::mutex> hold(each.second->guard);
-                dead = each.second->control->send(Message::heartbeat, "H", after(1)) != 0;
+                dead = !each.second->stream->left_in_order() && each.second->control->send(Message::heartbeat, "H", after(1)) != 0;
             }
             if (dead) {
                 destroy(each.first);

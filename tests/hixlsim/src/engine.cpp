@@ -170,7 +170,7 @@ Status Engine::deregister_mem(hixl::MemHandle handle) {
         std::lock_guard<std::mutex> hold(memory_guard_);
         const auto found = memory_.find(handle);
         if (found == memory_.end()) {
-            return backend_ == Backend::fab ? FAILED : SUCCESS;
+            return SUCCESS;
         }
         region = found->second;
         region->lives = false;
@@ -242,8 +242,8 @@ Status Engine::join(const std::string &remote, int timeout_ms, Breaks breaks, bo
     Pack hello;
     hello.number(static_cast<uint64_t>(backend_)).string(id_).number(static_cast<uint64_t>(device_));
     Frame frame{};
-    if (joint.control->send(Message::hello, hello.text(), deadline) != 0 || joint.control->wait(frame, deadline) != Took::frame ||
-        frame.type != Message::welcome) {
+    if (joint.control->send(Message::hello, hello.text(), deadline) != 0 ||
+        joint.control->wait(frame, answer_by(deadline)) != Took::frame || frame.type != Message::welcome) {
         return late();
     }
     Unpack welcome(frame.body);
@@ -256,6 +256,10 @@ Status Engine::join(const std::string &remote, int timeout_ms, Breaks breaks, bo
     joint.device = welcome.number();
     const auto pid = static_cast<pid_t>(welcome.number());
     const uint64_t word = welcome.number();
+    const std::string endpoints = welcome.string();
+    if (!options_.meets(endpoints)) {
+        return PARAM_INVALID;
+    }
     if (!same_device_is_fine && settings().refuse_same_device && joint.device == static_cast<uint64_t>(device_)) {
         return PARAM_INVALID;
     }
@@ -291,6 +295,15 @@ Status Engine::join(const std::string &remote, int timeout_ms, Breaks breaks, bo
     post_->watch(joint.wire);
     add(Count::links);
     return SUCCESS;
+}
+
+// COMM reads an answer without minding the time: whoever does not answer keeps it for ever.
+Clock::time_point Engine::answer_by(Clock::time_point deadline) const {
+    const int most = settings().comm_patience_ms;
+    if (backend_ != Backend::comm) {
+        return deadline;
+    }
+    return most == 0 ? Clock::time_point::max() : std::max(deadline, after(most / 1000.0));
 }
 
 void Engine::part(Joint &joint) {
@@ -376,7 +389,7 @@ bool Engine::on_hello(const ConnectionPtr &from, Frame &frame) {
     half.control = from;
     const Regions regions = snapshot();
     welcome.number(SUCCESS).number(from->link).number(static_cast<uint64_t>(device_)).number(static_cast<uint64_t>(getpid()));
-    welcome.number(reinterpret_cast<uint64_t>(&landmark)).number(regions.all().size());
+    welcome.number(reinterpret_cast<uint64_t>(&landmark)).string(options_.endpoint_names()).number(regions.all().size());
     for (const RegionPtr &region : regions.all()) {
         welcome.number(region->addr).number(region->len).number(region->type).number(region->id);
     }
@@ -417,7 +430,7 @@ bool Engine::on_wire(const ConnectionPtr &from, Frame &frame) {
         stream = found == wires_.end() ? nullptr : found->second.lock();
     }
     if (stream != nullptr) {
-        frame.type == Message::bye ? stream->lose() : stream->bury(number);
+        frame.type == Message::bye ? stream->lose(true) : stream->bury(number);
     }
     from->send(Message::gone_ack, frame.body, after(1));
     return true;
@@ -446,7 +459,7 @@ void Engine::on_end(const ConnectionPtr &from) {
         if (found != wires_.end()) {
             const auto stream = found->second.lock();
             if (stream != nullptr) {
-                stream->lose();
+                stream->lose(false);
             }
             return;
         }

@@ -108,6 +108,7 @@ class Engine {
 
     Status join(const std::string &remote, int timeout_ms, Breaks breaks, bool same_device_is_fine, Joint &joint);
     void part(Joint &joint);
+    Clock::time_point answer_by(Clock::time_point deadline) const;
     Regions snapshot();
     RequestPtr make(const std::shared_ptr<Stream> &stream, hixl::TransferOp op, const std::vector<hixl::TransferOpDesc> &ops);
     // Stays until the request is through; false when time ran out or it never will be.

@@ -13,7 +13,6 @@ using hixl::ALREADY_CONNECTED;
 using hixl::FAILED;
 using hixl::NOT_CONNECTED;
 using hixl::PARAM_INVALID;
-using hixl::RESOURCE_EXHAUSTED;
 using hixl::SUCCESS;
 using hixl::TIMEOUT;
 using hixl::TransferStatus;
@@ -155,7 +154,9 @@ class Fab : public Engine {
     }
 
     Status admit(const Region &region, hixl::MemHandle &same) override {
-        return region.len == 0 ? PARAM_INVALID : check_overlap(region, same);
+        const Status status = region.len == 0 ? PARAM_INVALID : check_overlap(region, same);
+        any_host_ = any_host_ || (status == SUCCESS && region.type == hixl::MEM_HOST);
+        return status;
     }
 
     bool heard(const ConnectionPtr &, Half *, Frame &frame) override {
@@ -268,13 +269,12 @@ class Fab : public Engine {
         return link == nullptr ? NOT_CONNECTED : SUCCESS;
     }
 
-    // Remote addresses are translated; local ones too where they are host memory, and there is any registered.
+    // Remote addresses are translated. Local ones are where host memory was ever registered and the first is host memory: then
+    // all of them, and a list that mixes the kinds is refused or not by what comes first.
     Status check(Link &link, const std::vector<hixl::TransferOpDesc> &ops) {
-        const Regions locals = snapshot();
-        const bool any_host = std::any_of(locals.all().begin(), locals.all().end(),
-                                          [](const RegionPtr &region) { return region->type == hixl::MEM_HOST; });
+        const bool translated = any_host_ && hixlsim_memory_kind(reinterpret_cast<void *>(ops[0].local_addr)) != 2;
+        const Regions locals = translated ? snapshot() : Regions();
         for (const hixl::TransferOpDesc &op : ops) {
-            const bool translated = any_host && hixlsim_memory_kind(reinterpret_cast<void *>(op.local_addr)) != 2;
             if (op.len == 0 || !link.stream->remote_regions.covers(op.remote_addr, op.len, false) ||
                 (translated && !locals.covers(op.local_addr, op.len))) {
                 return PARAM_INVALID;
@@ -296,7 +296,7 @@ class Fab : public Engine {
             return checked;
         }
         if (faulty(Point::exhausted) || !take_slot(*link)) {
-            return RESOURCE_EXHAUSTED;
+            return FAILED;  // the others say RESOURCE_EXHAUSTED
         }
         const RequestPtr request = make(link->stream, op, ops);
         link->requests[id] = request;
@@ -388,6 +388,7 @@ class Fab : public Engine {
     std::unordered_map<uint64_t, LinkPtr> routes_;
     std::atomic<uint64_t> next_request_{1};
     std::unique_ptr<Slots> slots_;
+    std::atomic<bool> any_host_{false};
     std::mutex notifies_guard_;
     std::vector<hixl::NotifyDesc> notifies_;
 };

@@ -150,8 +150,11 @@ Status Hixl::Initialize(const AscendString &local_engine, const std::map<AscendS
     if (status != SUCCESS) {
         return status;
     }
-    // A live object's engine is replaced without a word, if the new one came up beside it.
+    // A live object's engine is replaced without a word, if the new one came up beside it; COMM hangs where it had links.
     if (impl_->engine != nullptr) {
+        if (sim::settings().strict) {
+            die("Initialize is called on an object that has an engine");
+        }
         forget(impl_->engine.get());
         impl_->close();
     }

@@ -237,6 +237,7 @@ Status parse_endpoints(Options &options) {
             if (protocol == nullptr || placement == nullptr || !is_endpoint(protocol->text + ":" + placement->text)) {
                 return PARAM_INVALID;
             }
+            options.endpoints.insert(protocol->text + ":" + placement->text);
             options.host_endpoint = placement->text == "host";
         }
         return SUCCESS;
@@ -245,6 +246,7 @@ Status parse_endpoints(Options &options) {
         if (!is_endpoint(each)) {
             return PARAM_INVALID;
         }
+        options.endpoints.insert(each);
         options.host_endpoint = each.find(":host") != std::string::npos;
     }
     return SUCCESS;
@@ -316,6 +318,9 @@ Status Options::check(Backend backend) {
     const std::string *pool = lookup(raw, "BufferPool");
     if (backend == Backend::comm) {
         const auto resources = raw.find("GlobalResourceConfig");
+        if (resources != raw.end() && resources->second.empty()) {
+            return PARAM_INVALID;  // its second reading wants JSON
+        }
         const Status status = pool == nullptr ? SUCCESS : parse_pool(*pool);
         return status != SUCCESS || resources == raw.end() ? status : parse_channel_pool(resources->second, *this);
     }
@@ -329,6 +334,24 @@ Status Options::check(Backend backend) {
     const std::string forced = environment("CS");
     host_endpoint = forced.empty() ? host_endpoint : forced == "host";
     return status;
+}
+
+bool Options::meets(const std::string &others) const {
+    std::istringstream names(others);
+    std::string name;
+    bool any = endpoints.empty() || others.empty();
+    while (names >> name) {
+        any = any || endpoints.count(name) != 0;
+    }
+    return any;
+}
+
+std::string Options::endpoint_names() const {
+    std::string names;
+    for (const std::string &each : endpoints) {
+        names += each + " ";
+    }
+    return names;
 }
 
 Status parse_engine(const std::string &text, std::string &ip, int &port) {

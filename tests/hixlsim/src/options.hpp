@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,7 @@ struct Options {
     int connect_queue = 128;
     uint64_t active_channels = 128;
     bool host_endpoint = false;
+    std::set<std::string> endpoints;  // of CS, where they are given: "roce:host" and the like
     // channel_pool.*: evicts idle links, connects by itself, and knows no fail-fast.
     bool channel_pool = false;
     int max_channel = 512;
@@ -31,6 +33,9 @@ struct Options {
     hixl::Status parse(const RawOptions &options);
     hixl::Status choose(Backend &backend) const;
     hixl::Status check(Backend backend);
+    // Is there a pair of endpoints for a link? The others are as the peer's endpoint_names() has them.
+    bool meets(const std::string &others) const;
+    std::string endpoint_names() const;
 };
 
 // "ip", "ip:port", "[ip6]:port"; literal addresses only. The port is 0 where there is none.

@@ -44,6 +44,7 @@ struct Settings {
     std::atomic<bool> relay_bytes{false};
     std::atomic<int> heartbeat_ms{10000};
     std::atomic<int> silence_ms{120000};
+    std::atomic<int> comm_patience_ms{0};
 };
 
 Settings &settings();

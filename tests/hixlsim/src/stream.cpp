@@ -82,9 +82,10 @@ void Stream::forsake(Request &request) {
     request.state.compare_exchange_strong(waiting, State::failed);
 }
 
-void Stream::lose() {
+void Stream::lose(bool in_order) {
     std::lock_guard<std::mutex> hold(guard_);
     lost_ = true;
+    left_in_order_ = left_in_order_ || in_order;
 }
 
 void Stream::bury(uint64_t region) {

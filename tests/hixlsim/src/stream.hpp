@@ -54,8 +54,9 @@ class Stream {
     void abort();
     // This request runs no more.
     void forsake(Request &request);
-    // The peer's engine is over, or its process is.
-    void lose();
+    // The peer's engine is over, in good order, or its process is.
+    void lose(bool in_order);
+    bool left_in_order() const { return left_in_order_.load(std::memory_order_acquire); }
     void bury(uint64_t region);
     // Returns when no request is running.
     void fence() { std::lock_guard<std::mutex> hold(guard_); }
@@ -78,6 +79,7 @@ class Stream {
     bool aborted_ = false;
     bool broken_ = false;
     bool lost_ = false;
+    std::atomic<bool> left_in_order_{false};
     std::atomic<bool> flag_{false};
     std::atomic<uint64_t> era_{0};
     std::atomic<size_t> queued_{0};

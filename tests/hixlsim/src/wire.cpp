@@ -29,6 +29,9 @@ struct Head {
 };
 
 int left_ms(Clock::time_point deadline) {
+    if (deadline == Clock::time_point::max()) {
+        return -1;
+    }
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
     return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
 }
@@ -294,7 +297,7 @@ int Post::next_wait() {
     for (const Task &task : due) {
         task.work();
     }
-    return !due.empty() ? 0 : first == Clock::time_point::max() ? -1 : left_ms(first);
+    return due.empty() ? left_ms(first) : 0;
 }
 
 void Post::accept_all() {
