@@ -21,32 +21,57 @@ constexpr int auto_connect_ms = 3000;
 constexpr size_t most_host_requests = 4096;
 constexpr size_t most_notifies = 4096;
 
-// Where requests live: freed memory comes back at the next request, as it does from malloc.
+// Where requests live: freed memory comes back at the next request, as it does from malloc, which keeps a little for each thread
+// and gives the rest to whoever comes.
 class Handles {
   public:
     void *take() {
+        if (!own_.free.empty()) {
+            return pop(own_.free);
+        }
         std::lock_guard<std::mutex> hold(guard_);
         if (free_.empty()) {
             blocks_.push_back(std::make_unique<char[]>(64));
             return blocks_.back().get();
         }
-        void *handle = free_.back();
-        free_.pop_back();
-        return handle;
+        return pop(free_);
     }
 
     void give(void *handle) {
+        if (own_.free.size() < 7) {
+            own_.free.push_back(handle);
+        } else {
+            give_all({handle});
+        }
+    }
+
+    void give_all(const std::vector<void *> &some) {
         std::lock_guard<std::mutex> hold(guard_);
-        free_.push_back(handle);
+        free_.insert(free_.end(), some.begin(), some.end());
     }
 
   private:
+    struct Own {
+        std::vector<void *> free;
+        ~Own();
+    };
+
+    static void *pop(std::vector<void *> &free) {
+        void *handle = free.back();
+        free.pop_back();
+        return handle;
+    }
+
+    static thread_local Own own_;
     std::mutex guard_;
     std::vector<std::unique_ptr<char[]>> blocks_;
     std::vector<void *> free_;
 };
 
+thread_local Handles::Own Handles::own_;
 Handles &handles = *new Handles;  // threads may outlive statics
+
+Handles::Own::~Own() { handles.give_all(free); }
 
 // The pool of a device, shared by the engines of the process, which must agree about its size.
 std::shared_ptr<Slots> device_slots(int32_t device, uint64_t limit) {
