@@ -181,7 +181,9 @@ class Run:
                         got = digest(region, self.tensor)
                     assert got == expected, f"{verb} of {block} bytes a piece: other bytes than were sent"
                     rate = batch.nbytes / min(times) / 1e9
-                    self.figures.append({"from": here, "to": there, "verb": verb, "block": block, "gb_per_s": round(rate, 2)})
+                    self.figures.append(
+                        {"from": here, "to": there, "verb": verb, "block": block, "gb_per_s": round(rate, 2)}
+                    )
 
         return work
 
