@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import importlib
 import json
 import statistics
 import sys
@@ -24,6 +25,7 @@ from typing import Any
 
 import hixl_async as hx
 from hixl_async.errors import HixlError
+from hixl_async.testing import until
 
 #: Descriptors of one transfer, as in HIXL's own published figures.
 BLOCKS = (16 << 10, 128 << 10, 2 << 20)
@@ -38,8 +40,8 @@ def tensor_on(device: int, size: int) -> Any:
     """Memory of an NPU, or None where torch_npu cannot give any."""
     try:
         import torch
-        import torch_npu  # noqa: F401
 
+        importlib.import_module("torch_npu")
         torch.npu.set_device(device)
         return torch.zeros(size, dtype=torch.uint8, device=f"npu:{device}")
     except Exception as reason:  # torch_npu raises whatever it likes where CANN is not as it wants it
@@ -219,10 +221,7 @@ class Run:
     async def _forgotten(self) -> None:
         before = self.engine.stats().regions
         await self.engine.allocate("short-lived", SMALL).aclose()
-        deadline = time.monotonic() + 30
-        while self.engine.stats().regions > before and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        assert self.engine.stats().regions <= before, "after 30 s the transport has not let go of it"
+        await until(lambda: self.engine.stats().regions <= before, timeout=30, what="that the transport lets go of it")
 
     def _killed(self, process: asyncio.subprocess.Process) -> Callable[[], Awaitable[None]]:
         async def work() -> None:
