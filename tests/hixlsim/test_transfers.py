@@ -12,6 +12,7 @@ import pytest
 from .probe import (
     BROKEN,
     COMPLETED,
+    DEVICE,
     FAILED,
     NOT_CONNECTED,
     PARAM_INVALID,
@@ -458,6 +459,41 @@ def test_memory_stays_alive_until_the_bytes_moved(link: Link) -> None:
     assert linked.ask(req) == (SUCCESS, expected)
     assert linked.here.disconnect(linked.there) == SUCCESS
     assert linked.here.deregister(handle) == SUCCESS
+
+
+def test_over_ub_a_list_of_several_kinds_is_asked_once_too_often(library: Library, objects: list[Hixl]) -> None:
+    linked = Linked(library, "cs", {"GlobalResourceConfig": '{"comm_resource_config.protocol_desc": "ub_ctp:device"}'})
+    objects += [linked.here, linked.there]
+    other = Memory(4096)
+    assert linked.here.register(other.addr, 4096, DEVICE)[0] == SUCCESS
+    linked.again()
+    whole = [(linked.ours.addr, linked.theirs.addr, 8), (other.addr, linked.theirs.addr + 8, 8)]
+    for ops in (whole[:1], whole[1:]):
+        status, req = linked.here.transfer(linked.there, WRITE, ops)
+        assert (status, linked.ask(req)) == (SUCCESS, (SUCCESS, COMPLETED))
+    status, req = linked.here.transfer(linked.there, WRITE, whole)
+    assert status == SUCCESS
+    assert linked.ask(req) == (SUCCESS, WAITING)
+    assert linked.ask(req) == (PARAM_INVALID, BROKEN)
+
+
+def test_a_channel_pool_evicts_idle_links(library: Library, objects: list[Hixl]) -> None:
+    pool = '{"channel_pool.max_channel": 4, "channel_pool.high_waterline": 0.75, "channel_pool.low_waterline": 0.5}'
+    objects += [Hixl(library) for _ in range(5)]
+    here, *peers = objects
+    assert here.initialize(options={"GlobalResourceConfig": pool}) == SUCCESS
+    assert [peer.initialize() for peer in peers] == [SUCCESS] * 4
+    ours, theirs = here.memory(), [peer.memory() for peer in peers]
+    library.set("LATENCY_US", 1000000)
+    for peer, memory in zip(peers, theirs, strict=True):
+        here.write(peer, ours.addr, memory.addr, 8)  # it connects by itself
+    assert library.count("links") == 4, "none is idle"
+    library.set("LATENCY_US", 0)
+    assert here.disconnect(peers[0]) == SUCCESS
+    assert here.disconnect(peers[1]) == SUCCESS
+    assert here.connect(peers[0]) == SUCCESS
+    assert here.connect(peers[1]) == SUCCESS
+    assert library.count("links") == 3, "one was"
 
 
 def test_fab_looks_at_the_first_local_address(

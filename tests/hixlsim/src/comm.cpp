@@ -273,7 +273,7 @@ class Comm : public Engine {
             return ALREADY_CONNECTED;
         }
         const auto deadline = after(timeout_ms / 1000.0);
-        while (options_.channel_pool && link_count() >= static_cast<size_t>(options_.max_channel)) {
+        while (options_.channel_pool && link_count() >= options_.max_channel) {
             if (Clock::now() >= deadline) {
                 return RESOURCE_EXHAUSTED;
             }
@@ -297,7 +297,30 @@ class Comm : public Engine {
             }
         }
         post_->watch(link->control);
+        if (options_.channel_pool && link_count() > options_.high_mark) {
+            evict(remote);
+        }
         return SUCCESS;
+    }
+
+    // Links with nothing in flight go until the low mark is reached; the next transfer connects them again.
+    void evict(const std::string &but) {
+        std::vector<std::string> idle;
+        {
+            std::lock_guard<std::mutex> hold(links_guard_);
+            for (const auto &each : links_) {
+                std::lock_guard<std::mutex> launch(each.second->launch);
+                if (each.first != but && each.second->requests.empty()) {
+                    idle.push_back(each.first);
+                }
+            }
+        }
+        for (const std::string &each : idle) {
+            if (link_count() <= options_.low_mark) {
+                return;
+            }
+            disconnect_now(each, connect_when_transfer_ms);
+        }
     }
 
     size_t link_count() {

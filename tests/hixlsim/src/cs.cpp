@@ -523,6 +523,7 @@ class Cs : public Engine {
         if (host && (full || link.requests.size() >= most_host_requests)) {
             return RESOURCE_EXHAUSTED;  // and the bytes are on their way all the same
         }
+        request->mixed = over_ub() && is_mixed(link, ops);
         request->handle = handles.take();
         link.requests[request->handle] = request;
         add(Count::live_requests);
@@ -543,7 +544,18 @@ class Cs : public Engine {
             add(Count::failed);
             return injected;
         }
-        if (link.stream->state_of(*found->second) == State::done) {
+        Request &request = *found->second;
+        if (request.mixed && link.stream->state_of(request) == State::done) {
+            // It is split by kind; the part that is through first is freed, and asked again at the next query.
+            if (request.half) {
+                release(link, req);
+                return PARAM_INVALID;
+            }
+            request.half = true;
+            status = TransferStatus::WAITING;
+            return SUCCESS;
+        }
+        if (link.stream->state_of(request) == State::done) {
             status = TransferStatus::COMPLETED;
             add(Count::completed);
             release(link, req);
@@ -558,6 +570,19 @@ class Cs : public Engine {
         }
         status = TransferStatus::WAITING;
         return SUCCESS;
+    }
+
+    bool over_ub() const {
+        return std::any_of(options_.endpoints.begin(), options_.endpoints.end(),
+                           [](const std::string &name) { return name.compare(0, 6, "ub_ctp") == 0; });
+    }
+
+    static bool is_mixed(const Link &link, const std::vector<hixl::TransferOpDesc> &ops) {
+        std::set<std::pair<int, int>> kinds;
+        for (const hixl::TransferOpDesc &op : ops) {
+            kinds.insert({link.stream->local_regions.kind_at(op.local_addr), link.stream->remote_regions.kind_at(op.remote_addr)});
+        }
+        return kinds.size() > 1;
     }
 
     void release(Link &link, void *req) {

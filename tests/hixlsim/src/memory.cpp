@@ -42,6 +42,11 @@ bool Regions::covers(uintptr_t at, size_t size, bool living) const {
     return true;
 }
 
+int Regions::kind_at(uintptr_t at) const {
+    const Region *region = find(at, false);
+    return region == nullptr ? -1 : region->type;
+}
+
 void Regions::bury(uint64_t id) {
     for (const RegionPtr &region : all_) {
         if (region->id == id) {

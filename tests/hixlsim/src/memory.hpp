@@ -30,6 +30,8 @@ class Regions {
     void add(const RegionPtr &region);
     // Those that were deregistered since count only where `living` is false: for who does not know yet.
     bool covers(uintptr_t at, size_t size, bool living = true) const;
+    // The memory kind at an address, or -1.
+    int kind_at(uintptr_t at) const;
     void bury(uint64_t id);
     const std::vector<RegionPtr> &all() const { return all_; }
 

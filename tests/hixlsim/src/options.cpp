@@ -197,9 +197,10 @@ Status parse_channel_pool(const std::string &text, Options &options) {
     if (!options.channel_pool) {
         return given ? PARAM_INVALID : SUCCESS;
     }
-    const int high_mark = std::max(static_cast<int>(options.max_channel * high), 1);
-    const int low_mark = std::max(static_cast<int>(options.max_channel * low), 1);
-    return high_mark - low_mark >= 1 ? SUCCESS : PARAM_INVALID;
+    const auto mark = [&options](double share) { return std::max<size_t>(static_cast<size_t>(static_cast<double>(options.max_channel) * share), 1); };
+    options.high_mark = mark(high);
+    options.low_mark = mark(low);
+    return options.high_mark > options.low_mark ? SUCCESS : PARAM_INVALID;
 }
 
 Status parse_pool(const std::string &text) {

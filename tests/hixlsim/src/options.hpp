@@ -28,7 +28,9 @@ struct Options {
     std::set<std::string> endpoints;  // of CS, where they are given: "roce:host" and the like
     // channel_pool.*: evicts idle links, connects by itself, and knows no fail-fast.
     bool channel_pool = false;
-    int max_channel = 512;
+    size_t max_channel = 512;
+    size_t high_mark = 0;
+    size_t low_mark = 0;
 
     hixl::Status parse(const RawOptions &options);
     hixl::Status choose(Backend &backend) const;

@@ -36,7 +36,8 @@ struct Request {
     bool hangs = false;
     // The engine's own.
     void *handle = nullptr;
-    const void *user_data = nullptr;
+    bool mixed = false;  // CS over UB: of several memory kinds, and so of several parts,
+    bool half = false;   // of which the first was seen to be through, and freed
 };
 
 using RequestPtr = std::shared_ptr<Request>;
