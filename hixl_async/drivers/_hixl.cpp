@@ -1,10 +1,10 @@
 // The HIXL driver: transfers between Ascend NPUs, and whatever else `libcann_hixl.so` reaches.
 //
-// HIXL's transfers are requests that somebody has to ask about again and again, its other calls block, and a failure costs the
-// whole connection.  This driver hides that: see hixl/hixl.hpp for the parts.
+// HIXL's transfers are requests that somebody has to ask about again and again, its other calls block, and a failure
+// costs the whole connection.  This driver hides that: see hixl/hixl.hpp for the parts.
 //
 // Options (strings):
-//   library             file or folder of libcann_hixl.so     default: ASCEND_HOME_PATH, the usual roots, the loader's path
+//   library             file or folder of libcann_hixl.so     default ASCEND_HOME_PATH, usual roots, loader's path
 //   hixl_ip, hixl_port  where HIXL listens, as peers reach it default 127.0.0.1 and a free port
 //   device              the NPU                               default: of the caller's context, else 0
 //   backend             auto, comm, cs or fab: presets the options that choose it
@@ -20,8 +20,8 @@
 //   poll_max_us         longest sleep between two looks       default 500
 //   notes_poll_ms       the same for notifications            default 20
 //   threads             most                                  default 64
-// and every option of HIXL by its own name: BufferPool, GlobalResourceConfig, AutoConnect, LocalCommRes, EnableUseFabricMem,
-// RdmaTrafficClass, RdmaServiceLevel, with or without "adxl.".
+// and every option of HIXL by its own name: BufferPool, GlobalResourceConfig, AutoConnect, LocalCommRes,
+// EnableUseFabricMem, RdmaTrafficClass, RdmaServiceLevel, with or without "adxl.".
 #include "hxa_module.h"
 
 #include <new>

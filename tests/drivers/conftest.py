@@ -62,13 +62,13 @@ def driver_options(request: pytest.FixtureRequest, driver_name: str) -> dict[str
     return options
 
 
-def hixlsim() -> Path:
+def hixlsim(**how: object) -> Path:
     """The root of the simulated toolkit, built when it is first asked for."""
     root = Path(__file__).resolve().parents[1] / "hixlsim"
     spec = importlib.util.spec_from_file_location("hixlsim_build", root / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.build()
+    return module.build(**how)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
-// Our own declarations of what libcann_hixl.so exports: no CANN header is ever included, for none is there where this is built,
-// and theirs bring a static map of strings whose layout depends on _GLIBCXX_USE_CXX11_ABI into every file.
+// Our own declarations of what libcann_hixl.so exports: no CANN header is ever included, for none is there where this
+// is built, and theirs bring a static map of strings whose layout depends on _GLIBCXX_USE_CXX11_ABI into every file.
 //
 // Nothing below depends on that macro: the interface passes AscendString, std::vector and std::map only.
 #pragma once
@@ -12,8 +12,8 @@
 
 namespace hx::abi {
 
-// ge::AscendString is one std::shared_ptr<std::string>.  To copy and destroy it takes the control block only, so that the type
-// of the string, which is not ours to know, does not matter.
+// ge::AscendString is one std::shared_ptr<std::string>.  To copy and destroy it takes the control block only, so that
+// the type of the string, which is not ours to know, does not matter.
 struct Text {
     std::shared_ptr<void> held;
 };
@@ -61,7 +61,7 @@ struct TransferOpDesc {
 };
 
 struct TransferArgs {
-    void *user_data;                   // up to 9.0: reserved as well
+    void *user_data;  // up to 9.0: reserved as well
     uint8_t reserved[120];
 };
 
@@ -91,17 +91,20 @@ using Options = std::map<Text, Text>;
 
 static_assert(sizeof(void *) == 8, "LP64");
 static_assert(sizeof(Text) == 16 && alignof(Text) == 8, "ge::AscendString");
-static_assert(sizeof(MemDesc) == 144 && alignof(MemDesc) == 8 && offsetof(MemDesc, len) == 8 && offsetof(MemDesc, reserved) == 16,
+static_assert(sizeof(MemDesc) == 144 && alignof(MemDesc) == 8 && offsetof(MemDesc, len) == 8
+                  && offsetof(MemDesc, reserved) == 16,
               "hixl::MemDesc");
-static_assert(sizeof(TransferOpDesc) == 24 && offsetof(TransferOpDesc, remote_addr) == 8 && offsetof(TransferOpDesc, len) == 16,
+static_assert(sizeof(TransferOpDesc) == 24 && offsetof(TransferOpDesc, remote_addr) == 8
+                  && offsetof(TransferOpDesc, len) == 16,
               "hixl::TransferOpDesc");
 static_assert(sizeof(TransferArgs) == 128 && alignof(TransferArgs) == 8 && offsetof(TransferArgs, reserved) == 8,
               "hixl::TransferArgs");
 static_assert(sizeof(GetTransferStatusArgs) == 128 && alignof(GetTransferStatusArgs) == 4
-                  && offsetof(GetTransferStatusArgs, skip_waiting) == 4 && offsetof(GetTransferStatusArgs, reserved) == 5,
+                  && offsetof(GetTransferStatusArgs, skip_waiting) == 4
+                  && offsetof(GetTransferStatusArgs, reserved) == 5,
               "hixl::GetTransferStatusArgs");
-static_assert(sizeof(TransferResult) == 128 && offsetof(TransferResult, user_data) == 8 && offsetof(TransferResult, status) == 16
-                  && offsetof(TransferResult, reserved) == 20,
+static_assert(sizeof(TransferResult) == 128 && offsetof(TransferResult, user_data) == 8
+                  && offsetof(TransferResult, status) == 16 && offsetof(TransferResult, reserved) == 20,
               "hixl::TransferResult");
 static_assert(sizeof(NotifyDesc) == 32 && sizeof(Hixl) == 8, "hixl::NotifyDesc, hixl::Hixl");
 static_assert(sizeof(MemType) == 4 && sizeof(TransferStatus) == 4 && sizeof(Status) == 4, "enums are 4 bytes");
@@ -114,8 +117,8 @@ using RegisterMem = Status (*)(Hixl *, const MemDesc &, MemType, void *&);
 using DeregisterMem = Status (*)(Hixl *, void *);
 using Connect = Status (*)(Hixl *, const Text &, int32_t);
 using GetAsyncConnectStatus = Status (*)(Hixl *, const Text &, AsyncConnectStatus &);
-using TransferAsync = Status (*)(Hixl *, const Text &, TransferOp, const std::vector<TransferOpDesc> &, const TransferArgs &,
-                                 void *&);
+using TransferAsync = Status (*)(Hixl *, const Text &, TransferOp, const std::vector<TransferOpDesc> &,
+                                 const TransferArgs &, void *&);
 using GetTransferStatus = Status (*)(Hixl *, void *const &, TransferStatus &);
 using GetTransferStatuses = Status (*)(Hixl *, const GetTransferStatusArgs &, std::vector<TransferResult> &);
 using SendNotify = Status (*)(Hixl *, const Text &, const NotifyDesc &, int32_t);

@@ -8,11 +8,11 @@ namespace hx {
 
 namespace {
 
-constexpr uint64_t STALE = 2 * MS;     // so long after the last frame the receiver looks seldom, and is woken
+constexpr uint64_t STALE = 2 * MS;  // so long after the last frame the receiver looks seldom, and is woken
 constexpr uint64_t RETRY_FIRST = MS, RETRY_MOST = 50 * MS;
 constexpr uint64_t FETCH_SOON = 20 * US;
 constexpr uint64_t OVERDUE_LOOK = 100 * MS;
-constexpr uint32_t LOSSES = 3;         // records that never came, before a link gives up on HIXL
+constexpr uint32_t LOSSES = 3;  // records that never came, before a link gives up on HIXL
 
 bool claim(hxa_op *op) {
     uint32_t queued = QUEUED;
@@ -24,7 +24,7 @@ bool claim(hxa_op *op) {
 
 }  // namespace
 
-// ---- sending, on the control strand ----------------------------------------------------------------------------------
+// ---- sending, on the control strand ---------------------------------------------------------------------------------
 
 uint64_t Route::deliver(uint64_t now) {
     uint64_t next = NEVER;
@@ -34,7 +34,7 @@ uint64_t Route::deliver(uint64_t now) {
 
 void Route::deliver(hxa_link *link, uint64_t now, uint64_t &next) {
     for (;;) {
-        if (!link->by_control && up_ == 0) return;     // between two connections
+        if (!link->by_control && up_ == 0) return;  // between two connections
         if (link->retry_at > now) {
             next = std::min(next, link->retry_at);
             return;
@@ -43,7 +43,8 @@ void Route::deliver(hxa_link *link, uint64_t now, uint64_t &next) {
         entries.swap(link->held);
         if (entries.empty()) entries = link->out.take(claim);
         if (entries.empty()) return;
-        const bool large = (entries[0].body.size() + FRAME_BYTES - PIECE_HEAD - 1) / (FRAME_BYTES - PIECE_HEAD) > FRAMES_MOST;
+        const bool large =
+            (entries[0].body.size() + FRAME_BYTES - PIECE_HEAD - 1) / (FRAME_BYTES - PIECE_HEAD) > FRAMES_MOST;
         if (large && !link->by_control && !link->told_long) {
             link->told_long = true;
             self_.log(link, text("hixl: notifications of more than %zu bytes go by the control connection",
@@ -101,7 +102,8 @@ bool Route::by_hixl(hxa_link *link, std::vector<Entry> &entries, uint64_t now) {
         {
             Gate::Control control(self_.gate);
             Call call(self_, "SendNotify");
-            if (call.allowed) native = self_.library.send_notify(&self_.hixl, remote_, frame, self_.options.notify_timeout_ms);
+            if (call.allowed)
+                native = self_.library.send_notify(&self_.hixl, remote_, frame, self_.options.notify_timeout_ms);
         }
         if (native == abi::SUCCESS) continue;
         if (native == abi::RESOURCE_EXHAUSTED && link->retry_ns < RETRY_MOST) {
@@ -109,9 +111,11 @@ bool Route::by_hixl(hxa_link *link, std::vector<Entry> &entries, uint64_t now) {
             link->retry_at = clock_now() + link->retry_ns;
             return false;
         }
-        // It may have arrived all the same, and an answer that comes late would be taken for that to the next: never again here.
+        // It may have arrived all the same, and an answer that comes late would be taken for that to the next: never
+        // again here.
         link->breaks++;
-        switch_over(link, text("SendNotify answered %u (%s)", native, error_text(status_of(native), static_cast<int32_t>(native))));
+        switch_over(link, text("SendNotify answered %u (%s)", native,
+                               error_text(status_of(native), static_cast<int32_t>(native))));
         by_control(link, entries);
         break;
     }
@@ -153,19 +157,19 @@ void Route::farewell(hxa_link *link) {
 
 }  // namespace hx
 
-// ---- fetching --------------------------------------------------------------------------------------------------------
+// ---- fetching -------------------------------------------------------------------------------------------------------
 
 using namespace hx;
 
 // HIXL has no wake-up: it is asked often while something comes, and ever more seldom when nothing does.
 uint64_t hxa_instance::fetch(uint64_t now) {
     if (started == 0 || finalizing != 0 || listeners == 0) return NEVER;
-    std::vector<abi::NotifyDesc> frames;               // empty: the back-ends replace, append to, or swap it
+    std::vector<abi::NotifyDesc> frames;  // empty: the back-ends replace, append to, or swap it
     {
         Call call(*this, "GetNotifies", true);
         if (call.allowed) library.get_notifies(&hixl, frames);
     }
-    std::vector<std::pair<uint64_t, uint64_t>> lost;   // cookie, number
+    std::vector<std::pair<uint64_t, uint64_t>> lost;  // cookie, number
     uint64_t next_look = NEVER;
     {
         Guard guard(lock);
@@ -173,9 +177,10 @@ uint64_t hxa_instance::fetch(uint64_t now) {
             uint64_t tag;
             std::string pieces;
             const char *message = library.text_of(&frame.notify_msg);
-            if (!frame_tag(library.text_of(&frame.name), tag) || !unbase64(message, std::strlen(message), pieces)) continue;
+            if (!frame_tag(library.text_of(&frame.name), tag) || !unbase64(message, std::strlen(message), pieces))
+                continue;
             const auto known = links.find(tag);
-            if (known == links.end()) continue;        // of a link that is gone, or nobody we know
+            if (known == links.end()) continue;  // of a link that is gone, or nobody we know
             switch (known->second->in.put(pieces)) {
                 case Inbox::Put::READY: link_ring(known->second); break;
                 case Inbox::Put::NONSENSE: link_end(known->second, 0, "the peer's notifications make no sense"); break;
@@ -185,7 +190,8 @@ uint64_t hxa_instance::fetch(uint64_t now) {
         if (now >= overdue_at) {
             overdue_at = now + OVERDUE_LOOK;
             for (const auto &entry : links)
-                if (const uint64_t seq = entry.second->in.overdue(now, next_look)) lost.emplace_back(entry.second->cookie, seq);
+                if (const uint64_t seq = entry.second->in.overdue(now, next_look))
+                    lost.emplace_back(entry.second->cookie, seq);
         }
     }
     for (const auto &one : lost) {

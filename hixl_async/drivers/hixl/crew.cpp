@@ -9,10 +9,10 @@ namespace hx {
 
 namespace {
 
-constexpr uint64_t STUCK = 3 * MS;       // a thread that is longer in a call does not count as one, as far as others go
-constexpr uint64_t STALLED = SECOND;     // and this is worth a line in the log
-constexpr uint64_t SURPLUS = 2 * SECOND; // idle threads but one end after this
-constexpr uint64_t ACTIVE = 100 * MS;    // the watchdog looks often for this long after the last call
+constexpr uint64_t STUCK = 3 * MS;    // a thread that is longer in a call does not count as one, as far as others go
+constexpr uint64_t STALLED = SECOND;  // and this is worth a line in the log
+constexpr uint64_t SURPLUS = 2 * SECOND;  // idle threads but one end after this
+constexpr uint64_t ACTIVE = 100 * MS;     // the watchdog looks often for this long after the last call
 constexpr uint64_t OFTEN = 2 * MS, SELDOM = 20 * MS;
 
 // Signals are for the program's own threads.
@@ -29,7 +29,7 @@ int make_thread(pthread_t *handle, void *(*entry)(void *), void *argument) {
 
 thread_local Crew::Thread *Crew::current_ = nullptr;
 
-// ---- strands ---------------------------------------------------------------------------------------------------------
+// ---- strands --------------------------------------------------------------------------------------------------------
 
 void Strand::wake() {
     uint32_t state = state_.load();
@@ -67,7 +67,7 @@ uint64_t Strand::turn(uint64_t) {
     return NEVER;
 }
 
-// ---- calls -----------------------------------------------------------------------------------------------------------
+// ---- calls ----------------------------------------------------------------------------------------------------------
 
 InCall::InCall(const char *name, bool quiet) {
     Crew::Thread *thread = Crew::current_;
@@ -83,7 +83,7 @@ InCall::~InCall() {
     if (Crew::current_ != nullptr) Crew::current_->since.store(0, std::memory_order_release);
 }
 
-// ---- threads ---------------------------------------------------------------------------------------------------------
+// ---- threads --------------------------------------------------------------------------------------------------------
 
 Crew::Crew(uint32_t limit, uint64_t spin_ns, Task enter) : limit_(limit), spin_ns_(spin_ns), enter_(std::move(enter)) {}
 
@@ -100,7 +100,7 @@ void Crew::enqueue(std::shared_ptr<Strand> strand) {
     if (spinner_) return;
     if (idle_ > 0) {
         work_.one();
-    } else if (!alert_) {              // all are busy; if with calls that last, the watchdog gets us another
+    } else if (!alert_) {  // all are busy; if with calls that last, the watchdog gets us another
         alert_ = true;
         start_watchdog();
     }
@@ -114,7 +114,7 @@ void Crew::nudge() {
 void Crew::start_watchdog() {
     if (watching_ || stopping_) return;
     if (!watchdog_) {
-        if (make_thread(&watchdog_handle_, watch_entry, this) != 0) return;   // there is a next time
+        if (make_thread(&watchdog_handle_, watch_entry, this) != 0) return;  // there is a next time
         watchdog_ = true;
         count_.fetch_add(1);
     }
@@ -153,7 +153,7 @@ void Crew::move_timers(uint64_t now) {
 void *Crew::work_entry(void *argument) {
     Thread &self = *static_cast<Thread *>(argument);
     pthread_setname_np(pthread_self(), "hxa-hixl");
-    prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);   // sleeps of microseconds are meant
+    prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // sleeps of microseconds are meant
     current_ = &self;
     self.crew->work(self);
     current_ = nullptr;
@@ -174,7 +174,7 @@ void Crew::work(Thread &self) {
             lock_.unlock();
             run(self, *strand);
             lock_.lock();
-            self.strand.reset();       // not the last reference: `strand` goes when the lock is released again
+            self.strand.reset();  // not the last reference: `strand` goes when the lock is released again
             lock_.unlock();
             strand.reset();
             lock_.lock();
@@ -214,7 +214,7 @@ void Crew::run(Thread &self, Strand &strand) {
         enter_();
     }
     for (;;) {
-        strand.state_.exchange(Strand::RUNNING);   // reads what was put down before any wake so far
+        strand.state_.exchange(Strand::RUNNING);  // reads what was put down before any wake so far
         const uint64_t now = clock_now();
         const uint64_t at = strand.turn(now);
         uint32_t running = Strand::RUNNING;
@@ -249,13 +249,13 @@ void Crew::stop() {
         count_.fetch_sub(1);
         watchdog_ = false;
     }
-    for (Thread &thread : threads_) pthread_join(thread.handle, nullptr);   // nobody adds any more
+    for (Thread &thread : threads_) pthread_join(thread.handle, nullptr);  // nobody adds any more
     threads_.clear();
     queue_.clear();
     while (!timers_.empty()) timers_.pop();
 }
 
-// ---- the watchdog ----------------------------------------------------------------------------------------------------
+// ---- the watchdog ---------------------------------------------------------------------------------------------------
 
 void *Crew::watch_entry(void *crew) {
     pthread_setname_np(pthread_self(), "hxa-hixl-watch");
@@ -309,7 +309,7 @@ void Crew::watch() {
         const uint64_t now = clock_now();
         bool active = alert_, inside = false;
         reap();
-        move_timers(now);              // a thread that is stuck may have meant to
+        move_timers(now);  // a thread that is stuck may have meant to
         look(now, active, inside, notices);
         if (!notices.empty()) {
             lock_.unlock();

@@ -1,8 +1,8 @@
 // Threads and what they do.  A `Crew` runs `Strand`s: serial pieces of work, each run by one thread at a time.
 //
-// HIXL's calls block, some for minutes, so that a thread may be lost to one of them at any time.  The crew starts with one
-// thread, adds another when work waits while all are stuck inside calls, and lets surplus ones end.  A watchdog, which sleeps
-// while there is nothing to watch, sees to that and tells a strand that is in one call for a second.
+// HIXL's calls block, some for minutes, so that a thread may be lost to one of them at any time.  The crew starts with
+// one thread, adds another when work waits while all are stuck inside calls, and lets surplus ones end.  A watchdog,
+// which sleeps while there is nothing to watch, sees to that and tells a strand that is in one call for a second.
 #pragma once
 
 #include <pthread.h>
@@ -52,9 +52,9 @@ class Strand : public std::enable_shared_from_this<Strand> {
     enum : uint32_t { ASLEEP, READY, RUNNING, RERUN };
     std::atomic<uint32_t> state_{ASLEEP};
     std::atomic<uint32_t> posted_{0};
-    uint64_t due_ = 0;                 // under the crew's lock: the one timer that counts
+    uint64_t due_ = 0;  // under the crew's lock: the one timer that counts
     Mutex lock_;
-    std::deque<Task> tasks_;           // under lock_
+    std::deque<Task> tasks_;  // under lock_
 };
 
 class Crew {
@@ -83,15 +83,15 @@ class Crew {
     struct Thread {
         Crew *crew = nullptr;
         pthread_t handle{};
-        std::shared_ptr<Strand> strand;          // under the crew's lock: what it runs
-        std::atomic<uint64_t> since{0};          // in a call since then; 0: in none
+        std::shared_ptr<Strand> strand;  // under the crew's lock: what it runs
+        std::atomic<uint64_t> since{0};  // in a call since then; 0: in none
         std::atomic<const char *> call{nullptr};
-        std::atomic<uint32_t> calls{0};          // those that were not quiet
-        uint64_t epoch = 0;                      // the thread's own
-        bool ended = false;                      // under the crew's lock: may be joined
+        std::atomic<uint32_t> calls{0};  // those that were not quiet
+        uint64_t epoch = 0;              // the thread's own
+        bool ended = false;              // under the crew's lock: may be joined
         // The watchdog's.
-        uint32_t seen = 0;                       // `calls` at its last look
-        uint64_t marked = 0;                     // `since` of a call that it reported
+        uint32_t seen = 0;    // `calls` at its last look
+        uint64_t marked = 0;  // `since` of a call that it reported
         std::shared_ptr<Strand> marked_strand;
         const char *marked_call = nullptr;
     };
@@ -110,7 +110,7 @@ class Crew {
 
     void enqueue(std::shared_ptr<Strand> strand);
     void nudge();
-    void start_watchdog();             // this and the next four under lock_
+    void start_watchdog();  // this and the next four under lock_
     void start_thread();
     void move_timers(uint64_t now);
     void reap();
@@ -126,22 +126,22 @@ class Crew {
     const uint64_t spin_ns_;
     const Task enter_;
     std::atomic<uint64_t> epoch_{1};
-    std::atomic<uint32_t> pending_{0};           // strands in queue_
+    std::atomic<uint32_t> pending_{0};  // strands in queue_
     std::atomic<uint64_t> next_timer_{NEVER};
     std::atomic<uint64_t> awake_until_{0};
-    std::atomic<bool> watching_{false};          // the watchdog looks by itself
-    std::atomic<uint32_t> count_{0};             // threads, with the watchdog
+    std::atomic<bool> watching_{false};  // the watchdog looks by itself
+    std::atomic<uint32_t> count_{0};     // threads, with the watchdog
 
     Mutex lock_;
     Condition work_, alarm_;
     std::deque<std::shared_ptr<Strand>> queue_;
     std::priority_queue<Timer> timers_;
     std::list<Thread> threads_;
-    uint32_t alive_ = 0, idle_ = 0;              // threads; those that sleep
-    uint64_t keeper_until_ = NEVER;              // somebody sleeps no longer than this
-    bool spinner_ = false;                       // one of them spins for work
-    bool alert_ = false;                         // work came and no thread was free
-    bool watchdog_ = false;                      // its thread was made
+    uint32_t alive_ = 0, idle_ = 0;  // threads; those that sleep
+    uint64_t keeper_until_ = NEVER;  // somebody sleeps no longer than this
+    bool spinner_ = false;           // one of them spins for work
+    bool alert_ = false;             // work came and no thread was free
+    bool watchdog_ = false;          // its thread was made
     std::atomic<bool> stopping_{false};
     pthread_t watchdog_handle_{};
 };

@@ -8,15 +8,15 @@ namespace hx {
 
 namespace {
 
-constexpr int LAUNCHES = 64;           // between two looks at what is in flight,
-constexpr uint64_t LAUNCHING = MS;     // which last no longer than this, where calls take their time
-constexpr int MISSES = 4;              // requests that still wait, at either place of a look, before it ends
+constexpr int LAUNCHES = 64;        // between two looks at what is in flight,
+constexpr uint64_t LAUNCHING = MS;  // which last no longer than this, where calls take their time
+constexpr int MISSES = 4;           // requests that still wait, at either place of a look, before it ends
 constexpr uint64_t BUSY_FIRST = 50 * US, BUSY_MOST = 10 * MS;
-constexpr uint32_t BOUNCES = 3;        // an op may find the link gone this often
+constexpr uint32_t BOUNCES = 3;  // an op may find the link gone this often
 
 }  // namespace
 
-// ---- ops on their way in ---------------------------------------------------------------------------------------------
+// ---- ops on their way in --------------------------------------------------------------------------------------------
 
 void Route::submit(hxa_op *op) {
     hxa_op *top = inbox_.load(std::memory_order_relaxed);
@@ -77,6 +77,7 @@ bool Route::launch() {
     if (phase_ != Phase::UP || cutting_ || cycle_ || self_.recess != 0 || now_ < retry_at_) return false;
     for (int left = LAUNCHES; left > 0; left--) {
         if (waiting_.empty() || flights_ >= self_.options.in_flight) return false;
+        if (broken_) return false;
         if (left < LAUNCHES && clock_now() - now_ > LAUNCHING) break;
         hxa_op *op = waiting_.first;
         Job &job = job_of(op);
@@ -90,12 +91,14 @@ bool Route::launch() {
             }
             const bool bare = job.batch->n == 0 && job.batch->signal == nullptr;
             // A bare notification can be cancelled for as long as it waits for room.
-            if (fit == Fit::PARK || (!bare && !job.claim.compare_exchange_strong(queued, STARTED) && (queued & CLAIM) == CANCELLED)) {
+            if (fit == Fit::PARK
+                || (!bare && !job.claim.compare_exchange_strong(queued, STARTED) && (queued & CLAIM) == CANCELLED)) {
                 waiting_.pop();
                 parked_.push(op);
                 continue;
             }
-            if ((job.claim & CLAIM) == QUEUED && !bare) job.claim.fetch_or(STARTED);       // ABANDONED as well: soon found here
+            if ((job.claim & CLAIM) == QUEUED && !bare)
+                job.claim.fetch_or(STARTED);  // ABANDONED as well: soon found here
             if (fit == Fit::REFUSED) {
                 fail(op, refusal);
                 continue;
@@ -111,9 +114,7 @@ bool Route::launch() {
                 if (job.cursor == CURSOR_END) waiting_.pop();
                 break;
             case Verdict::LATER: return false;
-            case Verdict::OVER:
-                if (cutting_) return false;
-                break;
+            case Verdict::OVER: break;
         }
     }
     return !waiting_.empty();
@@ -162,7 +163,7 @@ Route::Verdict Route::send(hxa_op *op) {
     Job &job = job_of(op);
     const uint64_t cursor = job.cursor;
     Flight *flight = self_.ledger.begin(this);
-    if (!build(op, *flight)) {         // every word of the scratch page is on its way somewhere
+    if (!build(op, *flight)) {  // every word of the scratch page is on its way somewhere
         self_.ledger.end(flight);
         retry_at_ = now_ + BUSY_FIRST;
         return Verdict::LATER;
@@ -174,7 +175,8 @@ Route::Verdict Route::send(hxa_op *op) {
     {
         Gate::Transfer transfer(self_.gate);
         Call call(self_, "TransferAsync");
-        if (call.allowed) native = self_.library.transfer_async(&self_.hixl, remote_, verb, descs_, arguments, flight->request);
+        if (call.allowed)
+            native = self_.library.transfer_async(&self_.hixl, remote_, verb, descs_, arguments, flight->request);
     }
     if (native == abi::SUCCESS) {
         flight->op = op;
@@ -210,13 +212,14 @@ Route::Verdict Route::send(hxa_op *op) {
         fail(op, outcome);
         return Verdict::OVER;
     }
-    if (native == abi::NOT_CONNECTED && job.parts == 0 && ++bounces_ < BOUNCES) job.cursor = cursor;   // nothing moved: once more
+    if (native == abi::NOT_CONNECTED && job.parts == 0 && ++bounces_ < BOUNCES)
+        job.cursor = cursor;  // nothing moved: once more
     else fail(op, {outcome.status == HXA_E_TIMEOUT ? HXA_E_TIMEOUT : HXA_E_LINK, outcome.native, HXA_SCOPE_OP});
-    cut({HXA_E_LINK, outcome.native, HXA_SCOPE_OP});
+    broken({HXA_E_LINK, outcome.native, HXA_SCOPE_OP});
     return Verdict::OVER;
 }
 
-// ---- answers ---------------------------------------------------------------------------------------------------------
+// ---- answers --------------------------------------------------------------------------------------------------------
 
 uint32_t Route::flights_of(const hxa_link *link) const {
     uint32_t n = 0;
@@ -225,7 +228,9 @@ uint32_t Route::flights_of(const hxa_link *link) const {
 }
 
 void Route::look() {
-    if (flights_ > 1 && self_.batch != 0 && flights_ * 2 >= self_.ledger.count.load(std::memory_order_relaxed) && sweep()) return;
+    if (flights_ > 1 && self_.batch != 0 && flights_ * 2 >= self_.ledger.count.load(std::memory_order_relaxed)
+        && sweep())
+        return;
     ask();
 }
 
@@ -294,26 +299,32 @@ void Route::ask() {
     seen_.clear();
     {
         Gate::Query query(self_.gate);
-        take_answers();                // whoever has an answer must not be asked about again
+        take_answers();  // whoever has an answer must not be asked about again
         if (first_ == nullptr) return;
         Call call(self_, "GetTransferStatus");
         if (!call.allowed) return;
-        const auto question = [this](Flight *flight) {
+        bool failed = false;
+        const auto question = [&](Flight *flight) {
             abi::TransferStatus status = abi::WAITING;
             const uint32_t native = self_.library.transfer_status(&self_.hixl, flight->request, status);
             if (native == abi::SUCCESS && status == abi::WAITING) return false;
             seen_.push_back({flight, flight->token, native, status});
+            failed = failed || native != abi::SUCCESS || status != abi::COMPLETED;
             return true;
         };
+        // Most back-ends forget all requests of a link at its first failure; on the one that recycles handles they
+        // stay.
         const bool all = cutting_;
+        const auto enough = [&](int misses) { return !all && (misses >= MISSES || failed); };
         Flight *flight = first_;
-        for (int misses = 0; flight != nullptr && (all || misses < MISSES); flight = flight->next) misses += !question(flight);
-        if (flight != nullptr) {
+        for (int misses = 0; flight != nullptr && !enough(misses); flight = flight->next) misses += !question(flight);
+        if (flight != nullptr && !failed) {
             // From the probe on, if it lies in the rest; `flight` is the first of that.
             Flight *at = probe_ != nullptr ? probe_ : flight;
             int misses = 0;
-            for (; at != nullptr && misses < MISSES; at = at->next) {
-                const bool asked = std::any_of(seen_.begin(), seen_.end(), [at](const Answer &answer) { return answer.flight == at; });
+            for (; at != nullptr && !enough(misses); at = at->next) {
+                const bool asked =
+                    std::any_of(seen_.begin(), seen_.end(), [at](const Answer &answer) { return answer.flight == at; });
                 if (!asked) misses += !question(at);
             }
             probe_ = at;
@@ -362,9 +373,16 @@ void Route::landed(Flight *flight, uint32_t native, abi::TransferStatus status) 
         return;
     }
     const uint32_t code = native != abi::SUCCESS ? native : static_cast<uint32_t>(abi::FAILED);
-    const Outcome outcome = {code == abi::TIMEOUT ? HXA_E_TIMEOUT : HXA_E_LINK, static_cast<int32_t>(code), HXA_SCOPE_OP};
+    const Outcome outcome = {code == abi::TIMEOUT ? HXA_E_TIMEOUT : HXA_E_LINK, static_cast<int32_t>(code),
+                             HXA_SCOPE_OP};
     fail(op, outcome);
-    cut({HXA_E_LINK, static_cast<int32_t>(code), HXA_SCOPE_OP});
+    broken({HXA_E_LINK, static_cast<int32_t>(code), HXA_SCOPE_OP});
+}
+
+// The link is cut once all answers that are here already were looked at.
+void Route::broken(const Outcome &outcome) {
+    if (!broken_) breakage_ = outcome;
+    broken_ = true;
 }
 
 // All data of an op is there: its signal, then its notification, then it is done.

@@ -77,9 +77,11 @@ void finish(const hxa_sink &sink, hxa_op *op, const Outcome &outcome) {
     hxa_finish(&sink, op);
 }
 
-// ---- ledger ----------------------------------------------------------------------------------------------------------
+// ---- ledger ---------------------------------------------------------------------------------------------------------
 
-namespace { constexpr unsigned INDEX_BITS = 24; }
+namespace {
+constexpr unsigned INDEX_BITS = 24;
+}
 
 Flight *Ledger::begin(Route *route) {
     Guard guard(lock);
@@ -115,13 +117,16 @@ Flight *Ledger::find(uint64_t token) {
 
 }  // namespace hx
 
-// ---- the object ------------------------------------------------------------------------------------------------------
+// ---- the object -----------------------------------------------------------------------------------------------------
 
 using namespace hx;
 
 hxa_instance::hxa_instance(Options wanted, Library loaded, const hxa_sink &to)
-    : sink(to), options(std::move(wanted)), library(std::move(loaded)),
-      crew(options.threads, options.spin_us * US, [this] { enter(); }), token(random_word()) {
+    : sink(to),
+      options(std::move(wanted)),
+      library(std::move(loaded)),
+      crew(options.threads, options.spin_us * US, [this] { enter(); }),
+      token(random_word()) {
     crew.complain = [this](const char *line) { log(nullptr, line); };
     life = std::make_shared<Calls>(crew, [this](uint64_t now) { return end(now); });
     memory = std::make_shared<Calls>(crew, [this](uint64_t now) { return let_go(now); });
@@ -164,26 +169,28 @@ std::vector<std::shared_ptr<Route>> hxa_instance::all_routes() {
     return out;
 }
 
-// On each thread of the crew: HIXL wants the context of Initialize on every thread that calls it, and without one leaves its
-// own private one behind, which dangles after Finalize.
+// On each thread of the crew: HIXL wants the context of Initialize on every thread that calls it, and without one
+// leaves its own private one behind, which dangles after Finalize.
 void hxa_instance::enter() {
     const Acl &acl = library.acl;
     if (!acl.there()) return;
     uint32_t first = 0;
     if (context_state.compare_exchange_strong(first, 1)) {
-        if (acl.init != nullptr) acl.init(nullptr);        // a second time it only says so
+        if (acl.init != nullptr) acl.init(nullptr);  // a second time it only says so
         const int32_t device = options.device < 0 ? 0 : options.device;
         void *made = nullptr;
         const int error = acl.set_device(device);
         if (error == 0 && acl.get_context(&made) == 0) context = made;
-        else log(nullptr, text("hixl: aclrtSetDevice(%d) answered %d; working without a context (no NPU visible?)", device, error));
+        else
+            log(nullptr, text("hixl: aclrtSetDevice(%d) answered %d; working without a context (no NPU visible?)",
+                              device, error));
         context_state = 2;
-        crew.reenter();                // threads that came meanwhile have none yet
+        crew.reenter();  // threads that came meanwhile have none yet
     }
     if (context_state == 2 && context != nullptr) acl.set_context(context);
 }
 
-// ---- start -----------------------------------------------------------------------------------------------------------
+// ---- start ----------------------------------------------------------------------------------------------------------
 
 void hxa_instance::begin(hxa_op *op) {
     if (closing != 0 || started != 0) return finish(sink, op, {HXA_E_INVALID, 0, HXA_SCOPE_OP});
@@ -196,7 +203,7 @@ void hxa_instance::begin(hxa_op *op) {
         for (const auto &entry : options.hixl) settings.emplace(library.text(entry.first), library.text(entry.second));
         Call call(*this, "Initialize");
         native = library.initialize(&hixl, library.text(id), settings);
-        if (native != abi::FAILED || options.port != 0) break;         // FAILED: the port was taken meanwhile
+        if (native != abi::FAILED || options.port != 0) break;  // FAILED: the port was taken meanwhile
     }
     if (native != abi::SUCCESS) return finish(sink, op, outcome_of(native));
 
@@ -213,7 +220,8 @@ void hxa_instance::begin(hxa_op *op) {
     batch = able;
     gate.open(able || library.transfer_statuses == nullptr);
 
-    void *page = mmap(nullptr, SCRATCH_WORDS * sizeof(uint64_t), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *page =
+        mmap(nullptr, SCRATCH_WORDS * sizeof(uint64_t), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (page == MAP_FAILED) return finish(sink, op, {HXA_E_NOMEM, 0, HXA_SCOPE_OP});
     scratch = static_cast<uint64_t *>(page);
     abi::MemDesc about = {};
@@ -236,7 +244,7 @@ void hxa_instance::begin(hxa_op *op) {
     finish(sink, op, {});
 }
 
-// ---- the end ---------------------------------------------------------------------------------------------------------
+// ---- the end --------------------------------------------------------------------------------------------------------
 
 // The life strand, once shutdown was asked for: Finalize, when nobody is inside another call any more.
 uint64_t hxa_instance::end(uint64_t now) {
@@ -261,7 +269,8 @@ uint64_t hxa_instance::end(uint64_t now) {
 
 namespace hx {
 
-int instance_open(const hxa_option *options, size_t n, const hxa_sink *sink, hxa_instance **made, char *error, size_t error_len) {
+int instance_open(const hxa_option *options, size_t n, const hxa_sink *sink, hxa_instance **made, char *error,
+                  size_t error_len) {
     std::string reason;
     Options wanted;
     int status = wanted.parse(options, n, reason);
@@ -276,6 +285,10 @@ int instance_open(const hxa_option *options, size_t n, const hxa_sink *sink, hxa
 }
 
 void instance_close(hxa_instance *self) {
+    while (self->count.memories != 0) {  // released just now, and on their way to the strand
+        const struct timespec moment = {0, static_cast<long>(MS)};
+        nanosleep(&moment, nullptr);
+    }
     if (self->started != 0) {
         self->closing = 1;
         self->life->post([self] { self->ending = true; });

@@ -4,7 +4,8 @@
 
 namespace hx {
 
-int instance_open(const hxa_option *options, size_t n, const hxa_sink *sink, hxa_instance **made, char *error, size_t error_len);
+int instance_open(const hxa_option *options, size_t n, const hxa_sink *sink, hxa_instance **made, char *error,
+                  size_t error_len);
 void instance_close(hxa_instance *self);
 void instance_after_fork(hxa_instance *self);
 void instance_limits(hxa_instance *self, hxa_limits *out);

@@ -12,7 +12,7 @@ struct Json {
     enum Kind { NOTHING, BOOLEAN, NUMBER, STRING, LIST, OBJECT };
     Kind kind = NOTHING;
     bool truth = false;
-    std::string text;                  // STRING: the value; NUMBER: as it was written
+    std::string text;  // STRING: the value; NUMBER: as it was written
     std::vector<Json> items;
     std::vector<std::pair<std::string, Json>> fields;
 

@@ -91,7 +91,6 @@ void find(void *handle, const char *name, Function &function) {
     function = reinterpret_cast<Function>(dlsym(handle, name));
 }
 
-
 }  // namespace
 
 int Library::load(const std::string &wanted, std::string &error) {
@@ -120,8 +119,8 @@ int Library::load(const std::string &wanted, std::string &error) {
         }
     }
     if (hixl == nullptr) {
-        error = std::string("hixl: ") + HIXL + " cannot be loaded; install CANN 8.5 or later (toolkit and ops of your NPU) and source its "
-                "set_env.sh, or name file or folder with the option library." + search.text();
+        error = std::string("hixl: ") + HIXL + " cannot be loaded; install CANN 8.5 or later (toolkit and ops) and "
+                "source its set_env.sh, or name file or folder with the option library." + search.text();
         return -HXA_E_UNSUPPORTED;
     }
 
@@ -131,8 +130,8 @@ int Library::load(const std::string &wanted, std::string &error) {
         texts = where.empty() ? nullptr : search.open(where + "/" + METADEF);
         if (texts == nullptr) texts = search.open(METADEF);
         if (texts == nullptr) {
-            error = std::string("hixl: ") + path + " is there but " + METADEF + " is not; install the same version of CANN's metadef."
-                    + search.text();
+            error = std::string("hixl: ") + path + " is there but " + METADEF
+                    + " is not; install the same version of CANN's metadef." + search.text();
             return -HXA_E_UNSUPPORTED;
         }
     }
@@ -140,7 +139,8 @@ int Library::load(const std::string &wanted, std::string &error) {
     find(texts, "_ZNK2ge12AscendString9GetStringEv", text_of);
     find(hixl, "_ZN4hixl4HixlC1Ev", construct);
     find(hixl, "_ZN4hixl4HixlD1Ev", destroy);
-    find(hixl, "_ZN4hixl4Hixl10InitializeERKN2ge12AscendStringERKSt3mapIS2_S2_St4lessIS2_ESaISt4pairIS3_S2_EEE", initialize);
+    find(hixl, "_ZN4hixl4Hixl10InitializeERKN2ge12AscendStringERKSt3mapIS2_S2_St4lessIS2_ESaISt4pairIS3_S2_EEE",
+         initialize);
     find(hixl, "_ZN4hixl4Hixl8FinalizeEv", finalize);
     find(hixl, "_ZN4hixl4Hixl11RegisterMemERKNS_7MemDescENS_7MemTypeERPv", register_mem);
     find(hixl, "_ZN4hixl4Hixl13DeregisterMemEPv", deregister_mem);
@@ -159,7 +159,10 @@ int Library::load(const std::string &wanted, std::string &error) {
     find(hixl, "_ZN4hixl4Hixl15DisconnectAsyncERKN2ge12AscendStringEi", disconnect_async);
     find(hixl, "_ZN4hixl4Hixl21GetAsyncConnectStatusERKN2ge12AscendStringERNS_18AsyncConnectStatusE", connect_status);
     find(hixl, "_ZN4hixl4Hixl13GetCapabilityENS_11FeatureTypeERi", capability);
-    const struct { const char *name; bool there; } needed[] = {
+    const struct {
+        const char *name;
+        bool there;
+    } needed[] = {
         {"AscendString", make_text != nullptr && text_of != nullptr},
         {"Hixl", construct != nullptr && destroy != nullptr},
         {"Initialize", initialize != nullptr},
@@ -175,7 +178,8 @@ int Library::load(const std::string &wanted, std::string &error) {
     };
     for (const auto &symbol : needed) {
         if (symbol.there) continue;
-        error = "hixl: " + path + " has no " + symbol.name + " as this driver calls it; CANN 8.5.0 or later is needed." + search.text();
+        error = "hixl: " + path + " has no " + symbol.name + " as this driver calls it; CANN 8.5.0 or later is needed."
+                + search.text();
         return -HXA_E_UNSUPPORTED;
     }
     if (connect_async == nullptr || disconnect_async == nullptr || connect_status == nullptr) connect_async = nullptr;
@@ -183,7 +187,8 @@ int Library::load(const std::string &wanted, std::string &error) {
 
     for (const char *name : {"libacl_rt.so", "libascendcl.so"}) {
         void *handle = nullptr;
-        if (!where.empty() && file(where + "/" + name)) handle = dlopen((where + "/" + name).c_str(), RTLD_NOW | RTLD_LOCAL);
+        if (!where.empty() && file(where + "/" + name))
+            handle = dlopen((where + "/" + name).c_str(), RTLD_NOW | RTLD_LOCAL);
         if (handle == nullptr && wanted.empty()) handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
         if (handle == nullptr) continue;
         Acl found;
@@ -208,7 +213,8 @@ std::string Library::about() const {
     if (capability != nullptr) {
         int32_t automatic = 0, client_server = 0;
         if (capability(abi::AUTO_CONNECT, automatic) == abi::SUCCESS && automatic != 0) out += ", AutoConnect";
-        if (capability(abi::CLIENT_SERVER_COMM, client_server) == abi::SUCCESS && client_server != 0) out += ", client-server links";
+        if (capability(abi::CLIENT_SERVER_COMM, client_server) == abi::SUCCESS && client_server != 0)
+            out += ", client-server links";
     } else {
         out += ", no GetCapability";
     }

@@ -38,10 +38,11 @@ struct Library {
     abi::GetAsyncConnectStatus connect_status = nullptr;
     abi::GetCapability capability = nullptr;
     Acl acl;
-    std::string path;                  // of libcann_hixl.so
+    std::string path;  // of libcann_hixl.so
 
-    // Loads from `wanted`, a file or folder, or from the usual places where it is empty.  Answers 0, or -HXA_E_UNSUPPORTED
-    // with every attempt in `error`.  Libraries stay loaded: their threads may outlive what uses them.
+    // Loads from `wanted`, a file or folder, or from the usual places where it is empty.  Answers 0, or
+    // -HXA_E_UNSUPPORTED with every attempt in `error`.  Libraries stay loaded: their threads may outlive what uses
+    // them.
     int load(const std::string &wanted, std::string &error);
     // What the library can do, in words.
     std::string about() const;

@@ -96,11 +96,11 @@ int link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
     if (card->len != sizeof about || card->nfds != 0) return -HXA_E_PROTOCOL;
     std::memcpy(&about, card->data, sizeof about);
     // HIXL is never asked about an address that makes no sense: with AutoConnect it would take down other links.
-    if (about.magic != LINK_MAGIC || about.version != VERSION || about.token == 0 || about.window > QUEUE || about.control > 1
-        || about.id[ID_BYTES - 1] != '\0' || !valid_address(about.id))
+    if (about.magic != LINK_MAGIC || about.version != VERSION || about.token == 0 || about.window > QUEUE
+        || about.control > 1 || about.id[ID_BYTES - 1] != '\0' || !valid_address(about.id))
         return -HXA_E_PROTOCOL;
     const std::string id = about.id;
-    if (id == self.id) return -HXA_E_INVALID;              // HIXL refuses a connection with itself
+    if (id == self.id) return -HXA_E_INVALID;  // HIXL refuses a connection with itself
     link->peer_tag = about.tag;
     link->peer_token = about.token;
     link->peer_window = about.window;
@@ -127,7 +127,7 @@ int link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
 
 int link_fd(hxa_link *link) { return link->fd; }
 
-// ---- what came -------------------------------------------------------------------------------------------------------
+// ---- what came ------------------------------------------------------------------------------------------------------
 
 int link_poll(hxa_link *link, uint32_t budget) {
     hxa_instance &self = *link->self;
@@ -205,7 +205,7 @@ int link_message(hxa_link *link, const void *data, size_t len) {
         case Word::FENCE:
             link->fenced = 1;
             if (link->route == nullptr) self.say(link, Word::FENCED);
-            else if (link->state != hxa_link::STOPPED) link->route->fence(link);   // else the goodbye answers
+            else if (link->state != hxa_link::STOPPED) link->route->fence(link);  // else the goodbye answers
             break;
         case Word::FENCED:
             link->peer_away = true;
@@ -226,7 +226,7 @@ int link_message(hxa_link *link, const void *data, size_t len) {
     return -HXA_E_PROTOCOL;
 }
 
-// ---- the end ---------------------------------------------------------------------------------------------------------
+// ---- the end --------------------------------------------------------------------------------------------------------
 
 int link_stop(hxa_link *link, int dead, hxa_op *op) {
     link->state = hxa_link::STOPPED;
@@ -261,7 +261,7 @@ void link_free(hxa_link *link) {
     delete link;
 }
 
-// ---- work ------------------------------------------------------------------------------------------------------------
+// ---- work -----------------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -280,8 +280,8 @@ int check(const hxa_link *link, const hxa_batch *batch, hxa_op *op, uint8_t &gro
         const hxa_desc &desc = batch->desc[i];
         const hxa_mem *ours = desc.lmem, *theirs = desc.rmem;
         op->failed = static_cast<int64_t>(i);
-        if (ours == nullptr || ours->link != nullptr || ours->self != link->self || theirs == nullptr || theirs->link != link
-            || desc.len == 0)
+        if (ours == nullptr || ours->link != nullptr || ours->self != link->self || theirs == nullptr
+            || theirs->link != link || desc.len == 0)
             return -HXA_E_INVALID;
         if (!inside(ours, desc.loff, desc.len) || !inside(theirs, desc.roff, desc.len)) return -HXA_E_RANGE;
         if ((theirs->rights & right) == 0) return -HXA_E_RIGHTS;
@@ -297,11 +297,14 @@ int check(const hxa_link *link, const hxa_batch *batch, hxa_op *op, uint8_t &gro
         if (!inside(batch->signal, batch->signal_off, 8)) return -HXA_E_RANGE;
         if ((batch->signal->rights & HXA_RIGHT_WRITE) == 0) return -HXA_E_RIGHTS;
     }
-    if (batch->topic != nullptr && static_cast<uint64_t>(batch->topic_len) + batch->note_len > NOTE_BYTES) return -HXA_E_RANGE;
+    if (batch->topic != nullptr && static_cast<uint64_t>(batch->topic_len) + batch->note_len > NOTE_BYTES)
+        return -HXA_E_RANGE;
     return 0;
 }
 
-uint32_t note_cost(const hxa_batch *batch) { return record_cost(5 + static_cast<size_t>(batch->topic_len) + batch->note_len); }
+uint32_t note_cost(const hxa_batch *batch) {
+    return record_cost(5 + static_cast<size_t>(batch->topic_len) + batch->note_len);
+}
 
 }  // namespace
 

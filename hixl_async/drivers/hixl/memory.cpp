@@ -14,9 +14,9 @@ namespace hx {
 namespace {
 
 constexpr uint64_t RECESS_LOOK = MS, RECESS_LOOK_MOST = 50 * MS;
-constexpr uint64_t RECESS_AFTER = 500 * MS;    // links that are never all idle are held up after this,
-constexpr uint64_t RECESS_HOLD = 500 * MS;     // for no longer than this,
-constexpr uint64_t RECESS_PAUSE_MOST = 10 * SECOND;   // and after that left alone for longer and longer
+constexpr uint64_t RECESS_AFTER = 500 * MS;          // links that are never all idle are held up after this,
+constexpr uint64_t RECESS_HOLD = 500 * MS;           // for no longer than this,
+constexpr uint64_t RECESS_PAUSE_MOST = 10 * SECOND;  // and after that left alone for longer and longer
 
 uint64_t page_size() {
     static const uint64_t size = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
@@ -70,7 +70,8 @@ void retire(hxa_mem *mem, hxa_op *op) {
     self->memory->post([self, mem, op] {
         mem->retiring = op;
         mem->state = hxa_mem::RETIRED;
-        self->unregistered.erase(std::remove(self->unregistered.begin(), self->unregistered.end(), mem), self->unregistered.end());
+        self->unregistered.erase(std::remove(self->unregistered.begin(), self->unregistered.end(), mem),
+                                 self->unregistered.end());
         self->retired.push_back(mem);
     });
 }
@@ -109,13 +110,15 @@ int mem_register(hxa_instance *self, void *address, uint64_t size, uint32_t kind
 }
 
 int mem_export(hxa_mem *mem, uint32_t rights, hxa_card *card) {
-    if (mem->link != nullptr || rights == 0 || (rights & ~(HXA_RIGHT_READ | HXA_RIGHT_WRITE)) != 0) return -HXA_E_INVALID;
+    if (mem->link != nullptr || rights == 0 || (rights & ~(HXA_RIGHT_READ | HXA_RIGHT_WRITE)) != 0)
+        return -HXA_E_INVALID;
     if ((rights & ~mem->rights) != 0) return -HXA_E_RIGHTS;
     const uint32_t state = mem->state;
     if (state == hxa_mem::PENDING) return -HXA_E_BUSY;
     if (state == hxa_mem::REFUSED) return -mem->refusal.status;
     if (state == hxa_mem::RETIRED) return -HXA_E_INVALID;
-    const MemCard about = {MEM_MAGIC, VERSION, mem->self->token, mem->address, mem->size, mem->number, mem->kind, rights};
+    const MemCard about = {MEM_MAGIC, VERSION,     mem->self->token, mem->address,
+                           mem->size, mem->number, mem->kind,        rights};
     std::memset(card, 0, sizeof *card);
     card->len = sizeof about;
     std::memcpy(card->data, &about, sizeof about);
@@ -131,8 +134,9 @@ int mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rig
     if (size == 0 || rights == 0 || (rights & ~(HXA_RIGHT_READ | HXA_RIGHT_WRITE)) != 0) return -HXA_E_INVALID;
     if (card->len != sizeof about || card->nfds != 0) return -HXA_E_PROTOCOL;
     std::memcpy(&about, card->data, sizeof about);
-    if (about.magic != MEM_MAGIC || about.version != VERSION || about.token != link->peer_token || about.kind > HXA_KIND_DEVICE
-        || about.address == 0 || about.address + about.size < about.address || about.number == 0)
+    if (about.magic != MEM_MAGIC || about.version != VERSION || about.token != link->peer_token
+        || about.kind > HXA_KIND_DEVICE || about.address == 0 || about.address + about.size < about.address
+        || about.number == 0)
         return -HXA_E_PROTOCOL;
     if (size > about.size) return -HXA_E_RANGE;
     if ((rights & ~about.rights) != 0) return -HXA_E_RIGHTS;
@@ -152,9 +156,14 @@ int mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rig
 }
 
 void mem_release(hxa_mem *mem) {
-    if (mem->link == nullptr) return retire(mem, nullptr);
-    mem->self->count.memories--;
-    delete mem;
+    if (mem->link != nullptr) {
+        mem->self->count.memories--;
+        delete mem;
+    } else if (mem->self->over) {
+        forget(*mem->self, mem);
+    } else {
+        retire(mem, nullptr);
+    }
 }
 
 int mem_ready(hxa_mem *mem, hxa_op *op) {
@@ -181,11 +190,12 @@ int mem_retire(hxa_mem *mem, hxa_op *op) {
 
 }  // namespace hx
 
-// ---- the memory strand -----------------------------------------------------------------------------------------------
+// ---- the memory strand ----------------------------------------------------------------------------------------------
 
 using namespace hx;
 
-// Host memory for HIXL comes from aclrtMallocHost where AscendCL is; a thread of ours asks, for the caller's has no context.
+// Host memory for HIXL comes from aclrtMallocHost where AscendCL is; a thread of ours asks, for the caller's has no
+// context.
 void *hxa_instance::host_alloc(uint64_t size, hxa_mem &mem) {
     if (library.acl.malloc_host != nullptr) {
         struct Wait {
@@ -233,8 +243,10 @@ void hxa_instance::register_one(hxa_mem *mem) {
     {
         Gate::Control control(gate);
         Call call(*this, "RegisterMem");
-        native = call.allowed ? library.register_mem(&hixl, about, mem->kind == HXA_KIND_DEVICE ? abi::MEM_DEVICE : abi::MEM_HOST, mem->handle)
-                              : abi::FAILED;
+        native = call.allowed
+                     ? library.register_mem(&hixl, about,
+                                            mem->kind == HXA_KIND_DEVICE ? abi::MEM_DEVICE : abi::MEM_HOST, mem->handle)
+                     : abi::FAILED;
     }
     const Outcome outcome = outcome_of(native);
     if (outcome.ok()) {
@@ -246,12 +258,12 @@ void hxa_instance::register_one(hxa_mem *mem) {
         mem->state = hxa_mem::REFUSED;
     }
     settle_waiters(*this, mem, outcome);
-    for (const auto &route : all_routes()) route->wake();      // ops may wait for it
+    for (const auto &route : all_routes()) route->wake();  // ops may wait for it
 }
 
-// Registers what came before start, and deregisters what was let go of.  HIXL refuses that while there are outgoing links, so
-// all of them have to be disconnected at one moment: when they happen to be idle, or, if that never comes, by holding them up
-// for a while.
+// Registers what came before start, and deregisters what was let go of.  HIXL refuses that while there are outgoing
+// links, so all of them have to be disconnected at one moment: when they happen to be idle, or, if that never comes, by
+// holding them up for a while.
 uint64_t hxa_instance::let_go(uint64_t now) {
     if (started != 0 && !over && !unregistered.empty()) {
         std::vector<hxa_mem *> taken;

@@ -8,9 +8,9 @@ namespace hx {
 
 namespace {
 
-constexpr size_t BODY_HEAD = 5;                // flags, length of the topic
-constexpr uint64_t AHEAD = 8192;               // numbers that may be waited for at once
-constexpr uint64_t HELD_BYTES = 32 << 20;      // of records that wait for an earlier one
+constexpr size_t BODY_HEAD = 5;            // flags, length of the topic
+constexpr uint64_t AHEAD = 8192;           // numbers that may be waited for at once
+constexpr uint64_t HELD_BYTES = 32 << 20;  // of records that wait for an earlier one
 constexpr uint8_t HAS_SIGNAL = 1, HAS_NOTE = 2;
 constexpr char ALPHABET[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 constexpr char NAME[] = "hxa1:";
@@ -27,7 +27,7 @@ Number get(const char *from) {
 
 }  // namespace
 
-// ---- text ------------------------------------------------------------------------------------------------------------
+// ---- text -----------------------------------------------------------------------------------------------------------
 
 std::string base64(const std::string &bytes) {
     std::string out;
@@ -76,11 +76,12 @@ bool frame_tag(const char *name, uint64_t &tag) {
     const char *digits = name + sizeof NAME - 1;
     if (std::strlen(digits) != 16 || std::strspn(digits, "0123456789abcdef") != 16) return false;
     tag = 0;
-    for (const char *c = digits; *c != '\0'; c++) tag = tag << 4 | static_cast<uint64_t>(*c <= '9' ? *c - '0' : *c - 'a' + 10);
+    for (const char *c = digits; *c != '\0'; c++)
+        tag = tag << 4 | static_cast<uint64_t>(*c <= '9' ? *c - '0' : *c - 'a' + 10);
     return true;
 }
 
-// ---- records ---------------------------------------------------------------------------------------------------------
+// ---- records --------------------------------------------------------------------------------------------------------
 
 uint32_t record_cost(size_t body) {
     const size_t frames = (body + FRAME_BYTES - PIECE_HEAD - 1) / (FRAME_BYTES - PIECE_HEAD);
@@ -108,7 +109,7 @@ size_t add_piece(std::string &out, const Entry &entry, size_t offset, size_t roo
     return offset + n;
 }
 
-// ---- sending ---------------------------------------------------------------------------------------------------------
+// ---- sending --------------------------------------------------------------------------------------------------------
 
 bool Outbox::reserve(uint32_t cost) {
     const int64_t open = reserved_.load(std::memory_order_relaxed) - returned_.load(std::memory_order_relaxed);
@@ -174,7 +175,7 @@ bool Outbox::remove(hxa_op *op) {
     return false;
 }
 
-// ---- receiving -------------------------------------------------------------------------------------------------------
+// ---- receiving ------------------------------------------------------------------------------------------------------
 
 void Inbox::add_range(Partial &partial, uint32_t start, uint32_t end) {
     auto at = partial.ranges.upper_bound(start);
@@ -200,12 +201,12 @@ Inbox::Put Inbox::put(const std::string &pieces) {
         const uint64_t seq = get<uint64_t>(head);
         const uint32_t offset = get<uint32_t>(head + 8), total = get<uint32_t>(head + 12), n = get<uint32_t>(head + 16);
         at += PIECE_HEAD;
-        if (n > pieces.size() - at || total < BODY_HEAD || total > BODY_HEAD + NOTE_BYTES || n == 0 || offset > total || n > total - offset
-            || seq == 0)
+        if (n > pieces.size() - at || total < BODY_HEAD || total > BODY_HEAD + NOTE_BYTES || n == 0 || offset > total
+            || n > total - offset || seq == 0)
             return Put::NONSENSE;
         const char *bytes = pieces.data() + at;
         at += n;
-        if (seq < next_) continue;     // it came another way before
+        if (seq < next_) continue;  // it came another way before
         if (seq - next_ >= AHEAD) return Put::NONSENSE;
         Partial &partial = partial_[seq];
         if (partial.body.empty()) {
@@ -222,7 +223,8 @@ Inbox::Put Inbox::put(const std::string &pieces) {
         std::string &body = first->second.body;
         const uint8_t flags = static_cast<uint8_t>(body[0]);
         const uint32_t topic_len = get<uint32_t>(body.data() + 1);
-        if (topic_len > body.size() - BODY_HEAD || flags == 0 || (flags & ~(HAS_SIGNAL | HAS_NOTE)) != 0) return Put::NONSENSE;
+        if (topic_len > body.size() - BODY_HEAD || flags == 0 || (flags & ~(HAS_SIGNAL | HAS_NOTE)) != 0)
+            return Put::NONSENSE;
         bytes_ -= body.size();
         const uint32_t cost = record_cost(body.size());
         body.erase(0, BODY_HEAD);

@@ -1,9 +1,10 @@
 // Notifications and signal wakes of one link, as two ordered streams of numbered records.
 //
-// What HIXL offers is a queue of 4096 short texts per engine, of unknown senders, in any order, that loses what comes when it
-// is full.  So a record is numbered, cut into pieces or packed with others into frames that are plain text, and sent only
-// while the receiver has granted room for it.  The receiver puts records in order, and asks for those that never came; the
-// sender keeps each until it was handed out.  A piece may come by HIXL or by the control connection: the numbers do not care.
+// What HIXL offers is a queue of 4096 short texts per engine, of unknown senders, in any order, that loses what comes
+// when it is full.  So a record is numbered, cut into pieces or packed with others into frames that are plain text, and
+// sent only while the receiver has granted room for it.  The receiver puts records in order, and asks for those that
+// never came; the sender keeps each until it was handed out.  A piece may come by HIXL or by the control connection:
+// the numbers do not care.
 #pragma once
 
 #include <atomic>
@@ -18,12 +19,12 @@
 
 namespace hx {
 
-constexpr size_t FRAME_BYTES = 768;            // of pieces in one frame: 1024 characters of base64
+constexpr size_t FRAME_BYTES = 768;  // of pieces in one frame: 1024 characters of base64
 constexpr size_t PIECE_HEAD = 20;
-constexpr size_t MESSAGE_BYTES = 16 << 10;     // of pieces in one message of the control connection
-constexpr uint32_t NOTE_BYTES = 65000;         // topic and note together
-constexpr uint32_t FRAMES_MOST = 4;            // a record that needs more goes by the control connection
-constexpr uint64_t LOST_AFTER = SECOND;        // a record that is missing this long is asked for again
+constexpr size_t MESSAGE_BYTES = 16 << 10;  // of pieces in one message of the control connection
+constexpr uint32_t NOTE_BYTES = 65000;      // topic and note together
+constexpr uint32_t FRAMES_MOST = 4;         // a record that needs more goes by the control connection
+constexpr uint64_t LOST_AFTER = SECOND;     // a record that is missing this long is asked for again
 
 // What a record takes of the room that the receiver granted; the same at both ends.
 uint32_t record_cost(size_t body);
@@ -36,10 +37,10 @@ bool frame_tag(const char *name, uint64_t &tag);
 
 // One record of ours.
 struct Entry {
-    uint64_t seq = 0;                  // given when it is sent
+    uint64_t seq = 0;  // given when it is sent
     uint32_t cost = 1;
     bool signal = false, note = false;
-    hxa_op *op = nullptr;              // finishes when it is sent
+    hxa_op *op = nullptr;  // finishes when it is sent
     std::string body;
 };
 std::string entry_body(bool signal, bool note, const void *topic, size_t topic_len, const void *text, size_t text_len);
@@ -51,12 +52,12 @@ class Outbox {
   public:
     // Loop: is there room for one more?  If so it is taken.
     bool reserve(uint32_t cost);
-    void unreserve(uint32_t cost);     // of an op that came to nothing
+    void unreserve(uint32_t cost);  // of an op that came to nothing
     void grant(uint32_t window, uint64_t waiting);
     void add(Entry entry);
-    void add_signal();                 // joins one that waits
-    // The next records that may be sent, oldest first, numbered and kept: as many as fit one frame, or one that is larger.
-    // `claim` is asked about each op; one that it refuses was cancelled, and stays until `remove`.
+    void add_signal();  // joins one that waits
+    // The next records that may be sent, oldest first, numbered and kept: as many as fit one frame, or one that is
+    // larger. `claim` is asked about each op; one that it refuses was cancelled, and stays until `remove`.
     template <class Claim>
     std::vector<Entry> take(Claim claim);
     bool has_work();
@@ -66,15 +67,18 @@ class Outbox {
     // Ops of all that was never sent and that `claim` gets; the others are left.
     template <class Claim>
     std::vector<hxa_op *> clear(Claim claim);
-    bool remove(hxa_op *op);           // of a record that waits
-    uint64_t last() { Guard guard(lock_); return next_ - 1; }
+    bool remove(hxa_op *op);  // of a record that waits
+    uint64_t last() {
+        Guard guard(lock_);
+        return next_ - 1;
+    }
 
   private:
     Mutex lock_;
     std::deque<Entry> waiting_, kept_;
     uint64_t next_ = 1;
-    uint64_t sent_ = 0, credited_ = 0; // cost, ever
-    std::atomic<int64_t> reserved_{0}; // cost of all that was accepted, ever
+    uint64_t sent_ = 0, credited_ = 0;  // cost, ever
+    std::atomic<int64_t> reserved_{0};  // cost of all that was accepted, ever
     std::atomic<int64_t> returned_{0};
     uint32_t window_ = 0;
     uint64_t pending_ = 0;
@@ -126,7 +130,7 @@ class Inbox {
     struct Record {
         bool signal, note;
         uint32_t topic_len;
-        std::string body;              // topic and note, after the head
+        std::string body;  // topic and note, after the head
         uint32_t cost;
     };
     enum class Put { NOTHING, READY, NONSENSE };
@@ -134,30 +138,38 @@ class Inbox {
     // Pieces as they came, from whatever way.
     Put put(const std::string &pieces);
     bool take(Record &out);
-    bool empty() { Guard guard(lock_); return ready_.empty(); }
+    bool empty() {
+        Guard guard(lock_);
+        return ready_.empty();
+    }
     // All up to `seq` were sent.
     void announced(uint64_t seq, uint64_t now);
     // The number of a record that is overdue, or 0; and when to look again.
     uint64_t overdue(uint64_t now, uint64_t &next_look);
-    bool complete(uint64_t seq) { Guard guard(lock_); return next_ > seq; }
+    bool complete(uint64_t seq) {
+        Guard guard(lock_);
+        return next_ > seq;
+    }
     // Loop: what was handed out, once it is worth telling (a quarter of `window`), else 0.
     bool due_credit(uint32_t window, uint64_t &seq, uint64_t &cost);
 
   private:
     struct Partial {
         std::string body;
-        std::map<uint32_t, uint32_t> ranges;     // offset -> end of what came
-        bool whole() const { return ranges.size() == 1 && ranges.begin()->first == 0 && ranges.begin()->second == body.size(); }
+        std::map<uint32_t, uint32_t> ranges;  // offset -> end of what came
+        bool whole() const {
+            return ranges.size() == 1 && ranges.begin()->first == 0 && ranges.begin()->second == body.size();
+        }
     };
     void add_range(Partial &partial, uint32_t start, uint32_t end);
 
     Mutex lock_;
     std::map<uint64_t, Partial> partial_;
     std::deque<Record> ready_;
-    uint64_t next_ = 1;                // to become ready
-    uint64_t expected_ = 0;            // the highest number heard of
+    uint64_t next_ = 1;      // to become ready
+    uint64_t expected_ = 0;  // the highest number heard of
     uint64_t missing_since_ = 0;
-    uint64_t bytes_ = 0;               // in partial_
+    uint64_t bytes_ = 0;  // in partial_
     uint64_t handed_ = 0, handed_cost_ = 0, told_cost_ = 0;
 };
 

@@ -60,12 +60,16 @@ const std::vector<Choice> &choices() {
 
 // Keys of Initialize; the adxl forms are aliases of the same.
 constexpr const char *HIXL_KEYS[] = {
-    "BufferPool", "GlobalResourceConfig", "AutoConnect", "LocalCommRes", "EnableUseFabricMem", "RdmaTrafficClass", "RdmaServiceLevel",
-    "adxl.BufferPool", "adxl.LocalCommRes", "adxl.RdmaTrafficClass", "adxl.RdmaServiceLevel",
+    "BufferPool",         "GlobalResourceConfig",  "AutoConnect",           "LocalCommRes",
+    "EnableUseFabricMem", "RdmaTrafficClass",      "RdmaServiceLevel",      "adxl.BufferPool",
+    "adxl.LocalCommRes",  "adxl.RdmaTrafficClass", "adxl.RdmaServiceLevel",
 };
 
 // Keys of GlobalResourceConfig that are numbers.
-struct Range { const char *key; double least, most; };
+struct Range {
+    const char *key;
+    double least, most;
+};
 constexpr Range RANGES[] = {
     {"fabric_memory.max_capacity", 1, 1024},
     {"fabric_memory.start_address", 0, 1024},
@@ -77,7 +81,8 @@ constexpr Range RANGES[] = {
     {"comm_resource_config.max_active_channels", 1, 4294967295.0},
     {"channel_pool.max_channel", 1, 512},
 };
-constexpr const char *PROTOCOLS[] = {"roce:device", "hccs:device", "ub_ctp:device", "uboe:device", "ub_rtp:device", "roce:host", "ub_ctp:host"};
+constexpr const char *PROTOCOLS[] = {"roce:device",   "hccs:device", "ub_ctp:device", "uboe:device",
+                                     "ub_rtp:device", "roce:host",   "ub_ctp:host"};
 
 bool known_protocol(const Json &value) {
     if (value.kind != Json::STRING) return false;
@@ -91,13 +96,16 @@ std::string field_problem(const std::string &key, const Json &value) {
     for (const Range &range : RANGES) {
         if (key != range.key) continue;
         double number;
-        if (!value.number(number) || number != static_cast<double>(static_cast<int64_t>(number)) || number < range.least || number > range.most)
+        if (!value.number(number) || number != static_cast<double>(static_cast<int64_t>(number)) || number < range.least
+            || number > range.most)
             return key + " must be a whole number from " + std::to_string(static_cast<int64_t>(range.least)) + " to "
                    + std::to_string(static_cast<int64_t>(range.most));
         return "";
     }
-    if (key == "fabric_memory.enable_aicpu_unfold") return value.kind == Json::BOOLEAN ? "" : key + " must be true or false";
-    if (key == "local_comm_res_path") return value.kind == Json::STRING && !value.text.empty() ? "" : key + " must be a path";
+    if (key == "fabric_memory.enable_aicpu_unfold")
+        return value.kind == Json::BOOLEAN ? "" : key + " must be true or false";
+    if (key == "local_comm_res_path")
+        return value.kind == Json::STRING && !value.text.empty() ? "" : key + " must be a path";
     if (key == "channel_pool.high_waterline" || key == "channel_pool.low_waterline") {
         double number;
         return value.number(number) && number > 0 && number < 1 ? "" : key + " must lie between 0 and 1";
@@ -110,8 +118,10 @@ std::string field_problem(const std::string &key, const Json &value) {
         for (const char *name : PROTOCOLS) out += std::string(" ") + name;
         return out;
     }
-    std::string out = "there is no " + key + "; there are fabric_memory.enable_aicpu_unfold local_comm_res_path channel_pool.high_waterline "
-                                             "channel_pool.low_waterline comm_resource_config.protocol_desc";
+    std::string out = "there is no " + key;
+    out +=
+        "; there are fabric_memory.enable_aicpu_unfold local_comm_res_path channel_pool.high_waterline "
+        "channel_pool.low_waterline comm_resource_config.protocol_desc";
     for (const Range &range : RANGES) out += std::string(" ") + range.key;
     return out;
 }
@@ -125,15 +135,16 @@ std::string resources_problem(const std::string &text) {
     Json flat;
     for (const auto &entry : config.fields) {
         if (entry.first == "fabric_memory" && entry.second.kind == Json::OBJECT)
-            for (const auto &nested : entry.second.fields) flat.fields.emplace_back("fabric_memory." + nested.first, nested.second);
-        else
-            flat.fields.push_back(entry);
+            for (const auto &nested : entry.second.fields)
+                flat.fields.emplace_back("fabric_memory." + nested.first, nested.second);
+        else flat.fields.push_back(entry);
     }
     for (const auto &entry : flat.fields) {
         const std::string problem = field_problem(entry.first, entry.second);
         if (!problem.empty()) return problem;
     }
-    const Json *streams = flat.field("fabric_memory.task_stream_num"), *unfold = flat.field("fabric_memory.enable_aicpu_unfold");
+    const Json *streams = flat.field("fabric_memory.task_stream_num"),
+               *unfold = flat.field("fabric_memory.enable_aicpu_unfold");
     double number = 1;
     if (streams != nullptr && streams->number(number) && number != 1 && (unfold == nullptr || unfold->truth))
         return "fabric_memory.task_stream_num must be 1 unless fabric_memory.enable_aicpu_unfold is false";
@@ -154,8 +165,11 @@ std::string hixl_problem(const std::string &key, const std::string &value) {
     if (name == "AutoConnect") return value == "0" || value == "1" ? "" : "it must be 0 or 1";
     if (name == "EnableUseFabricMem") return value.empty() || value == "0" || value == "1" ? "" : "it must be 0 or 1";
     if (name == "RdmaTrafficClass")
-        return value.empty() || (whole(value, 0, 255, number) && number % 4 == 0) ? "" : "it must be a multiple of 4 from 0 to 255";
-    if (name == "RdmaServiceLevel") return value.empty() || whole(value, 0, 7, number) ? "" : "it must be a whole number from 0 to 7";
+        return value.empty() || (whole(value, 0, 255, number) && number % 4 == 0)
+                   ? ""
+                   : "it must be a multiple of 4 from 0 to 255";
+    if (name == "RdmaServiceLevel")
+        return value.empty() || whole(value, 0, 7, number) ? "" : "it must be a whole number from 0 to 7";
     if (name == "BufferPool") {
         const size_t colon = value.find(':');
         uint64_t count, size;
@@ -170,7 +184,9 @@ std::string hixl_problem(const std::string &key, const std::string &value) {
         if (value.empty()) return "";
         if (!Json::parse(value, res, error)) return "it is no JSON: " + error;
         const Json *version = res.field("version");
-        return version != nullptr && version->kind == Json::STRING ? "" : "it must be a JSON object with a version, such as {\"version\":\"1.3\"}";
+        return version != nullptr && version->kind == Json::STRING
+                   ? ""
+                   : "it must be a JSON object with a version, such as {\"version\":\"1.3\"}";
     }
     return "";
 }
@@ -196,13 +212,16 @@ std::string take(Options &out, const std::string &key, const std::string &value)
     }
     if (key == "hixl_ip") {
         out.ip = value;
-        return valid_address(address_text(value, 1)) ? "" : "it must be a literal IPv4 or IPv6 address, for HIXL asks no name server";
+        return valid_address(address_text(value, 1))
+                   ? ""
+                   : "it must be a literal IPv4 or IPv6 address, for HIXL asks no name server";
     }
     for (const Setting &setting : SETTINGS) {
         if (key != setting.key) continue;
         uint64_t number;
         if (!whole(value, setting.least, setting.most, number))
-            return "it must be a whole number from " + std::to_string(setting.least) + " to " + std::to_string(setting.most);
+            return "it must be a whole number from " + std::to_string(setting.least) + " to "
+                   + std::to_string(setting.most);
         setting.set(out, number);
         return "";
     }
@@ -234,7 +253,8 @@ bool valid_address(const std::string &text) {
     if (colon == std::string::npos || !whole(text.substr(colon + 1), 1, 65535, port)) return false;
     std::string ip = text.substr(0, colon);
     unsigned char space[sizeof(struct in6_addr)];
-    if (ip.size() > 2 && ip.front() == '[' && ip.back() == ']') return inet_pton(AF_INET6, ip.substr(1, ip.size() - 2).c_str(), space) == 1;
+    if (ip.size() > 2 && ip.front() == '[' && ip.back() == ']')
+        return inet_pton(AF_INET6, ip.substr(1, ip.size() - 2).c_str(), space) == 1;
     return inet_pton(AF_INET, ip.c_str(), space) == 1;
 }
 
@@ -243,7 +263,7 @@ std::string address_text(const std::string &ip, uint16_t port) {
 }
 
 int Options::parse(const hxa_option *options, size_t n, std::string &error) {
-    if (cpus() < 2) spin_us = 0;       // whoever spins keeps the others from what it waits for
+    if (cpus() < 2) spin_us = 0;  // whoever spins keeps the others from what it waits for
     for (size_t i = 0; i < n; i++) {
         const std::string key = options[i].key, value = options[i].value;
         const std::string problem = take(*this, key, value);

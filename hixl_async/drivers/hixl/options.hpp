@@ -12,24 +12,24 @@ namespace hx {
 enum class Backend { AUTO, COMM, CS, FAB };
 
 struct Options {
-    std::string library;               // file or folder; empty: the usual places
-    std::string ip = "127.0.0.1";      // literal; peers connect to it
-    uint16_t port = 0;                 // 0: a free one
-    int32_t device = -1;               // -1: that of the caller's context, else 0
+    std::string library;           // file or folder; empty: the usual places
+    std::string ip = "127.0.0.1";  // literal; peers connect to it
+    uint16_t port = 0;             // 0: a free one
+    int32_t device = -1;           // -1: that of the caller's context, else 0
     Backend backend = Backend::AUTO;
-    bool notify_control = false;       // notify_via=control
-    bool connect_async = false;        // connect_via=async
+    bool notify_control = false;  // notify_via=control
+    bool connect_async = false;   // connect_via=async
     int32_t connect_timeout_ms = 5000;
     int32_t notify_timeout_ms = 1000;
-    uint64_t busy_ms = 2000;           // how long RESOURCE_EXHAUSTED is retried
+    uint64_t busy_ms = 2000;  // how long RESOURCE_EXHAUSTED is retried
     uint64_t spin_us = 50;
-    uint64_t poll_max_us = 500;        // longest sleep between two looks at transfers
-    uint64_t notes_poll_ms = 20;       // longest sleep between two looks for notifications
-    uint32_t in_flight = 512;          // requests per link that HIXL may hold
+    uint64_t poll_max_us = 500;   // longest sleep between two looks at transfers
+    uint64_t notes_poll_ms = 20;  // longest sleep between two looks for notifications
+    uint32_t in_flight = 512;     // requests per link that HIXL may hold
     uint32_t request_descriptors = 4096;
-    uint64_t pending_notes = 1024;     // notifications per link that may wait for room
-    uint32_t threads = 64;             // most
-    std::map<std::string, std::string> hixl;   // for Initialize, by HIXL's own keys
+    uint64_t pending_notes = 1024;            // notifications per link that may wait for room
+    uint32_t threads = 64;                    // most
+    std::map<std::string, std::string> hixl;  // for Initialize, by HIXL's own keys
 
     // 0, or -HXA_E_INVALID with the reason in `error`.
     int parse(const hxa_option *options, size_t n, std::string &error);

@@ -9,10 +9,10 @@ namespace hx {
 
 namespace {
 
-constexpr uint32_t JOIN_REFUSALS = 3;          // tries of a link that was never up
-constexpr uint32_t REFUSALS = 5;               // tries of one that was
-constexpr uint64_t PATIENCE = SECOND;          // of a stop or fence, where others use the connection too
-constexpr int32_t GONE_TIMEOUT_MS = 200;       // of Disconnect from a process that is dead
+constexpr uint32_t JOIN_REFUSALS = 3;     // tries of a link that was never up
+constexpr uint32_t REFUSALS = 5;          // tries of one that was
+constexpr uint64_t PATIENCE = SECOND;     // of a stop or fence, where others use the connection too
+constexpr int32_t GONE_TIMEOUT_MS = 200;  // of Disconnect from a process that is dead
 
 uint64_t pause_after(uint32_t refusals) {
     static constexpr uint64_t PAUSES[] = {10 * MS, 50 * MS, 250 * MS, SECOND};
@@ -24,7 +24,7 @@ constexpr Outcome BROKEN = {HXA_E_LINK, static_cast<int32_t>(abi::FAILED), HXA_S
 
 }  // namespace
 
-// ---- lists of ops ----------------------------------------------------------------------------------------------------
+// ---- lists of ops ---------------------------------------------------------------------------------------------------
 
 void OpList::push(hxa_op *op) {
     job_of(op).next = nullptr;
@@ -58,10 +58,13 @@ bool OpList::remove(hxa_op *op) {
     return false;
 }
 
-// ---- any thread ------------------------------------------------------------------------------------------------------
+// ---- any thread -----------------------------------------------------------------------------------------------------
 
 Route::Route(hxa_instance &self, std::string name)
-    : Strand(self.crew), id(std::move(name)), self_(self), remote_(self.library.text(id)) {}
+    : Strand(self.crew),
+      id(std::move(name)),
+      self_(self),
+      remote_(self.library.text(id)) {}
 
 void Route::open() {
     // The control strand may outlive us in the crew's queue.
@@ -83,7 +86,7 @@ void Route::attach(hxa_link *link, uint64_t registrations, hxa_op *op) {
     attaching_++;
     post([this, link, registrations, op] {
         attaching_--;
-        if (peer_token_ != 0 && peer_token_ != link->peer_token) {     // another engine at the same address
+        if (peer_token_ != 0 && peer_token_ != link->peer_token) {  // another engine at the same address
             known_ = 0;
             visible_remote_ = 0;
             if (phase_ == Phase::UP) cut(BROKEN);
@@ -178,7 +181,8 @@ void Route::finish(hxa_op *op, const Outcome &outcome) {
 
 void Route::stuck(const char *call, uint64_t ns) {
     stuck_ = 1;
-    self_.log(nullptr, text("hixl: %s: a call of %s lasts %.1f s by now; other links go on", id.c_str(), call, static_cast<double>(ns) / 1e9));
+    self_.log(nullptr, text("hixl: %s: a call of %s lasts %.1f s by now; other links go on", id.c_str(), call,
+                            static_cast<double>(ns) / 1e9));
     if (unheard_ != 0) control_->post([this] { disconnect_call(); });
 }
 
@@ -187,7 +191,7 @@ void Route::moving(const char *call, uint64_t ns) {
     self_.log(nullptr, text("hixl: %s moves again; %s took %.1f s", id.c_str(), call, static_cast<double>(ns) / 1e9));
 }
 
-// ---- the strand ------------------------------------------------------------------------------------------------------
+// ---- the strand -----------------------------------------------------------------------------------------------------
 
 uint64_t Route::turn(uint64_t now) {
     uint64_t next = NEVER;
@@ -195,13 +199,15 @@ uint64_t Route::turn(uint64_t now) {
     take_inbox();
     run_tasks();
     const bool more = launch();
+    if (broken_) cut(breakage_);
     if (flights_ != 0 && !cutting_) look();
     else take_answers();
+    if (broken_) cut(breakage_);
     settle_links(now, next);
     drive(now, next);
     idle_ = flights_ == 0 && waiting_.empty();
     if (moved_ == now) crew_.stay_awake(now);
-    if (more || (moved_ == now && !waiting_.empty())) return AGAIN;    // what landed made room, or has a signal to follow
+    if (more || (moved_ == now && !waiting_.empty())) return AGAIN;  // what landed made room, or has a signal to follow
     if (flights_ != 0 && !cutting_) next = std::min(next, rest(now));
     if (retry_at_ > now && !waiting_.empty()) next = std::min(next, retry_at_);
     return next;
@@ -219,8 +225,9 @@ uint64_t Route::rest(uint64_t now) const {
 
 bool Route::wanted() const {
     if (self_.recess != 0 || self_.finalizing != 0) return false;
-    return std::any_of(links_.begin(), links_.end(),
-                       [](const hxa_link *link) { return !link->stopping && !link->lost && (!link->fencing || link->joining != nullptr); });
+    return std::any_of(links_.begin(), links_.end(), [](const hxa_link *link) {
+        return !link->stopping && !link->lost && (!link->fencing || link->joining != nullptr);
+    });
 }
 
 void Route::drive(uint64_t now, uint64_t &next) {
@@ -248,11 +255,11 @@ void Route::drive(uint64_t now, uint64_t &next) {
     const auto known = self_.routes.find(id);
     if (known != self_.routes.end() && known->second.get() == this) {
         ended_ = true;
-        self_.routes.erase(known);     // whoever runs us holds another reference
+        self_.routes.erase(known);  // whoever runs us holds another reference
     }
 }
 
-// ---- connecting ------------------------------------------------------------------------------------------------------
+// ---- connecting -----------------------------------------------------------------------------------------------------
 
 uint32_t Route::wait_async(abi::AsyncConnectStatus good, int32_t timeout_ms) {
     const uint64_t end = clock_now() + static_cast<uint64_t>(timeout_ms) * MS;
@@ -261,7 +268,7 @@ uint32_t Route::wait_async(abi::AsyncConnectStatus good, int32_t timeout_ms) {
         const uint32_t native = self_.library.connect_status(&self_.hixl, remote_, status);
         if (native != abi::SUCCESS) return native;
         if (status == good) return abi::SUCCESS;
-        if (status == abi::CONNECT_FAILED) return abi::FAILED;         // its code is lost in this form
+        if (status == abi::CONNECT_FAILED) return abi::FAILED;  // its code is lost in this form
         const struct timespec rest = {0, static_cast<long>(pause)};
         nanosleep(&rest, nullptr);
     }
@@ -273,7 +280,8 @@ uint32_t Route::connect_call() {
     Call call(self_, "Connect");
     if (!call.allowed) return abi::FAILED;
     const int32_t timeout = self_.options.connect_timeout_ms;
-    if (!self_.options.connect_async || self_.library.connect_async == nullptr) return self_.library.connect(&self_.hixl, remote_, timeout);
+    if (!self_.options.connect_async || self_.library.connect_async == nullptr)
+        return self_.library.connect(&self_.hixl, remote_, timeout);
     const uint32_t native = self_.library.connect_async(&self_.hixl, remote_, timeout);
     return native == abi::SUCCESS ? wait_async(abi::CONNECTED, timeout + 1000) : native;
 }
@@ -292,11 +300,12 @@ uint32_t Route::disconnect_call() {
 // Whoever connects sees the memory that was registered before, on both sides.
 void Route::join() {
     phase_ = Phase::JOINING;
+    self_.connections++;  // HIXL has it before we hear of it
     const std::shared_ptr<Strand> self = shared_from_this();
     control_->post([this, self] {
         const uint64_t local = self_.registrations, remote = known_;
         uint32_t native = connect_call();
-        if (native == abi::ALREADY_CONNECTED) {        // since when, and so seeing what, nobody knows
+        if (native == abi::ALREADY_CONNECTED) {  // since when, and so seeing what, nobody knows
             disconnect_call();
             native = connect_call();
             if (native == abi::ALREADY_CONNECTED) native = abi::SUCCESS;
@@ -308,19 +317,20 @@ void Route::join() {
 void Route::joined(uint32_t native, uint64_t local, uint64_t remote) {
     if (native == abi::SUCCESS) {
         phase_ = Phase::UP;
-        self_.connections++;
         refusals_ = 0;
         cycle_ = false;
         visible_local_ = local;
         visible_remote_ = remote;
         up_ = 1;
         control_->post([this] {
-            for (hxa_link *link : senders_)            // a broken way for notifications is a new one now
-                if (link->breaks < 2 && !self_.options.notify_control && link->peer_window >= WINDOW_LEAST) link->by_control = false;
+            for (hxa_link *link : senders_)  // a broken way for notifications is a new one now
+                if (link->breaks < 2 && !self_.options.notify_control && link->peer_window >= WINDOW_LEAST)
+                    link->by_control = false;
         });
         return;
     }
     phase_ = Phase::DOWN;
+    self_.connections--;
     refusals_++;
     connect_at_ = clock_now() + pause_after(refusals_);
     Outcome outcome = outcome_of(native);
@@ -340,7 +350,8 @@ void Route::joined(uint32_t native, uint64_t local, uint64_t remote) {
 }
 
 void Route::give_up(const Outcome &outcome) {
-    const std::string why = text("hixl: %s cannot be connected with any more: %s", id.c_str(), error_text(outcome.status, outcome.native));
+    const std::string why =
+        text("hixl: %s cannot be connected with any more: %s", id.c_str(), error_text(outcome.status, outcome.native));
     refusals_ = 0;
     for (hxa_link *link : links_) {
         if (link->lost || link->stopping) continue;
@@ -357,7 +368,7 @@ void Route::part() {
     gone_ = std::all_of(links_.begin(), links_.end(), [](const hxa_link *link) { return link->dead.load(); });
     const std::shared_ptr<Strand> self = shared_from_this();
     control_->post([this, self] {
-        disconnect_call();             // whatever it answers, our side of the connection is gone
+        disconnect_call();  // whatever it answers, our side of the connection is gone
         // One back-end forgets what the peer has not fetched when the connection ends.
         if (self_.batch == 0)
             for (hxa_link *link : senders_)
@@ -383,21 +394,24 @@ void Route::parted() {
     }
 }
 
-// A failure is everybody's who has something in flight: nothing of it comes back by itself, and there is no other way to end it.
+// A failure is everybody's who has something in flight: nothing of it comes back by itself, and there is no other way
+// to end it.
 void Route::cut(const Outcome &outcome) {
+    broken_ = false;
     if (cutting_ || phase_ != Phase::UP) return;
     cutting_ = true;
-    ask();                             // some had finished before
+    if (self_.batch != 0) ask();  // some had finished before, and there are still answers about them
+    broken_ = false;
     for (Flight *flight = first_; flight != nullptr;) {
         Flight *following = flight->next;
-        fail(flight->op, outcome);     // leaves flights alone
+        fail(flight->op, outcome);  // leaves flights alone
         tell(flight->op);
         flight = following;
     }
     part();
 }
 
-// ---- links that leave ------------------------------------------------------------------------------------------------
+// ---- links that leave -----------------------------------------------------------------------------------------------
 
 bool Route::shared(const hxa_link *link) const {
     return std::any_of(links_.begin(), links_.end(), [link](const hxa_link *other) {
@@ -422,7 +436,9 @@ void Route::fail_waiting(hxa_link *link, const Outcome &outcome) {
             hxa_op *following = job_of(op).next;
             uint32_t queued = QUEUED;
             Job &job = job_of(op);
-            if (job.link == link && (job.claim.compare_exchange_strong(queued, STARTED) || (queued & CLAIM) != CANCELLED)) fail(op, outcome);
+            if (job.link == link
+                && (job.claim.compare_exchange_strong(queued, STARTED) || (queued & CLAIM) != CANCELLED))
+                fail(op, outcome);
             op = following;
         }
     }
@@ -442,7 +458,7 @@ void Route::settle_links(uint64_t now, uint64_t &next) {
             control_->post([this, link] { farewell(link); });
         } else if (link->patience != NEVER) {
             link->patience = NEVER;
-            control_->post([this, link] { self_.say(link, Word::FENCED); });    // after what was sent before
+            control_->post([this, link] { self_.say(link, Word::FENCED); });  // after what was sent before
         }
     }
 }

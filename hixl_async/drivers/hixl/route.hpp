@@ -4,25 +4,25 @@
 
 namespace hx {
 
-// The way to one remote engine; several links may use it.  HIXL knows one connection per remote address, and what fails, fails
-// for all that is in flight on it.
+// The way to one remote engine; several links may use it.  HIXL knows one connection per remote address, and what
+// fails, fails for all that is in flight on it.
 class Route : public Strand {
   public:
     Route(hxa_instance &self, std::string id);
-    void open();                       // makes the control strand; needs shared_from_this
+    void open();  // makes the control strand; needs shared_from_this
 
     const std::string id;
     // Any thread.
     void submit(hxa_op *op);
-    void pump();                       // there may be notifications to send
+    void pump();  // there may be notifications to send
     void attach(hxa_link *link, uint64_t registrations, hxa_op *op);
     void stop(hxa_link *link, bool dead, hxa_op *op);
     void fence(hxa_link *link);
-    void reap(hxa_op *op);             // it was cancelled
+    void reap(hxa_op *op);  // it was cancelled
     void abandon(hxa_op *op);
     void resend(hxa_link *link, uint64_t seq);
-    void know(uint64_t number);        // the remote engine has registered so many memories
-    void answer(Flight *flight);       // under the ledger's lock
+    void know(uint64_t number);   // the remote engine has registered so many memories
+    void answer(Flight *flight);  // under the ledger's lock
     bool idle() const { return idle_.load() != 0; }
     void finish(hxa_op *op, const Outcome &outcome);
 
@@ -70,6 +70,7 @@ class Route : public Strand {
     void end_flight(Flight *flight);
     void advance(hxa_op *op);
     void fail(hxa_op *op, const Outcome &outcome);
+    void broken(const Outcome &outcome);
     void tell(hxa_op *op);
     uint32_t flights_of(const hxa_link *link) const;
     uint64_t rest(uint64_t now) const;
@@ -90,33 +91,40 @@ class Route : public Strand {
     std::atomic<hxa_op *> inbox_{nullptr};
     std::atomic<Flight *> answers_{nullptr};
     std::atomic<uint32_t> idle_{1};
-    std::atomic<uint32_t> up_{0};      // notifications may go by HIXL
-    std::atomic<uint32_t> attaching_{0};    // links on their way to the strand
-    std::atomic<uint32_t> stuck_{0};   // the strand is in one call for long
-    std::atomic<uint32_t> gone_{0};    // nobody is at the other end any more
-    std::atomic<uint32_t> unheard_{0}; // ops abandoned, which the strand has not seen yet
-    std::atomic<uint64_t> known_{0};   // memories of the remote engine that we have heard of
+    std::atomic<uint32_t> up_{0};         // notifications may go by HIXL
+    std::atomic<uint32_t> attaching_{0};  // links on their way to the strand
+    std::atomic<uint32_t> stuck_{0};      // the strand is in one call for long
+    std::atomic<uint32_t> gone_{0};       // nobody is at the other end any more
+    std::atomic<uint32_t> unheard_{0};    // ops abandoned, which the strand has not seen yet
+    std::atomic<uint64_t> known_{0};      // memories of the remote engine that we have heard of
 
     // The strand's.
     Phase phase_ = Phase::DOWN;
     std::vector<hxa_link *> links_;
     uint64_t peer_token_ = 0;
-    OpList waiting_;                   // to be sent, in order
-    OpList parked_;                    // to be sent once their memory is registered; and cancelled ones until they are reaped
+    OpList waiting_;  // to be sent, in order
+    OpList parked_;   // to be sent once their memory is registered; and cancelled ones until they are reaped
     Flight *first_ = nullptr, *last_ = nullptr, *probe_ = nullptr;
     uint32_t flights_ = 0;
-    bool cycle_ = false;               // disconnect and connect before the next request
-    bool cutting_ = false;             // everything in flight fails once Disconnect has returned
-    bool ended_ = false;               // not in the engine's table any more
-    uint64_t now_ = 0;                 // of this turn
+    bool cycle_ = false;   // disconnect and connect before the next request
+    bool broken_ = false;  // to be cut in this turn, and why
+    Outcome breakage_;
+    bool cutting_ = false;  // everything in flight fails once Disconnect has returned
+    bool ended_ = false;    // not in the engine's table any more
+    uint64_t now_ = 0;      // of this turn
     uint64_t visible_local_ = 0, visible_remote_ = 0;
-    uint64_t moved_ = 0;               // last progress
+    uint64_t moved_ = 0;  // last progress
     uint64_t retry_at_ = 0, busy_since_ = 0, busy_ns_ = 0;
     uint64_t connect_at_ = 0;
     uint32_t refusals_ = 0, bounces_ = 0;
     std::vector<abi::TransferOpDesc> descs_;
     std::vector<abi::TransferResult> results_;
-    struct Answer { Flight *flight; uint64_t token; uint32_t native; abi::TransferStatus status; };
+    struct Answer {
+        Flight *flight;
+        uint64_t token;
+        uint32_t native;
+        abi::TransferStatus status;
+    };
     std::vector<Answer> seen_;
 
     // The control strand's.

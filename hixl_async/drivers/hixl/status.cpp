@@ -13,32 +13,42 @@ int32_t status_of(uint32_t native) {
         case abi::NOT_CONNECTED: return HXA_E_LINK;
         case abi::UNSUPPORTED: return HXA_E_UNSUPPORTED;
         case abi::RESOURCE_EXHAUSTED: return HXA_E_BUSY;
-        case 207001: return HXA_E_NOMEM;                   // ACL_ERROR_RT_MEMORY_ALLOCATION
-        case 507046: case 507047: return HXA_E_TIMEOUT;    // ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, ACL_ERROR_RT_EVENT_SYNC_TIMEOUT
+        case 207001: return HXA_E_NOMEM;  // ACL_ERROR_RT_MEMORY_ALLOCATION
+        case 507046:
+        case 507047: return HXA_E_TIMEOUT;  // ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, ACL_ERROR_RT_EVENT_SYNC_TIMEOUT
         default: return HXA_E_LINK;
     }
 }
 
 namespace {
 
-struct Remedy { uint32_t native; const char *text; };
+struct Remedy {
+    uint32_t native;
+    const char *text;
+};
 
 // What a code means and what to do about it.
 constexpr Remedy REMEDIES[] = {
-    {abi::PARAM_INVALID, "PARAM_INVALID: an option, address or length that HIXL refuses; memory must be registered on both sides, not "
-                         "overlap another registration, and options must fit the back-end (BufferPool is COMM's alone)"},
-    {abi::TIMEOUT, "TIMEOUT: raise connect_timeout_ms or notify_timeout_ms (TLS needs 2 s and more), and look whether the peer hangs"},
+    {abi::PARAM_INVALID,
+     "PARAM_INVALID: an option, address or length that HIXL refuses; memory must be registered on both sides, not "
+     "overlap another registration, and options must fit the back-end (BufferPool is COMM's alone)"},
+    {abi::TIMEOUT,
+     "TIMEOUT: raise connect_timeout_ms or notify_timeout_ms (TLS needs 2 s and more), and see whether the peer hangs"},
     {abi::NOT_CONNECTED, "NOT_CONNECTED: the link was lost; the driver connects again, so repeat the transfer"},
     {abi::ALREADY_CONNECTED, "ALREADY_CONNECTED"},
     {abi::NOTIFY_FAILED, "NOTIFY_FAILED: use notify_via=control"},
-    {abi::UNSUPPORTED, "UNSUPPORTED: this back-end or these two ends cannot do that; compare protocol_desc, TLS switch, CANN and driver "
-                       "versions of both"},
-    {abi::RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED: too many links are busy at once; lower in_flight, or raise "
-                              "comm_resource_config.max_active_channels"},
-    {abi::FAILED, "FAILED: HIXL's log says why (ASCEND_SLOG_PRINT_TO_STDOUT=1); not initialised, no listener at the address, port in use, or "
-                  "a failed transfer"},
+    {abi::UNSUPPORTED,
+     "UNSUPPORTED: this back-end or these two ends cannot do that; compare protocol_desc, TLS switch, CANN and driver "
+     "versions of both"},
+    {abi::RESOURCE_EXHAUSTED,
+     "RESOURCE_EXHAUSTED: too many links are busy at once; lower in_flight, or raise "
+     "comm_resource_config.max_active_channels"},
+    {abi::FAILED,
+     "FAILED: HIXL's log says why (ASCEND_SLOG_PRINT_TO_STDOUT=1); not initialised, no listener at the address, "
+     "port in use, or a failed transfer"},
     {107002, "ACL code 107002: no context on the thread; is the NPU visible, and the option device right?"},
-    {207000, "ACL code 207000: the feature is not supported; fabric memory needs HDK 26 or aclrtMallocHost memory, and CANN 9"},
+    {207000,
+     "ACL code 207000: the feature is not supported; fabric memory needs HDK 26 or aclrtMallocHost memory, and CANN 9"},
     {207001, "ACL code 207001: the NPU's memory, or memory that can be pinned, ran out"},
     {507011, "ACL code 507011: a kernel or copy failed on the NPU"},
     {507046, "ACL code 507046: waiting for a stream timed out"},
@@ -76,7 +86,8 @@ const char *error_text(int32_t status, int32_t native) {
         std::snprintf(text, sizeof text, "%s (HIXL: %s)", texts[status], remedy.text);
         return text;
     }
-    std::snprintf(text, sizeof text, "%s (ACL code %d; CANN's documentation of aclError tells more)", texts[status], native);
+    std::snprintf(text, sizeof text, "%s (ACL code %d; CANN's documentation of aclError tells more)", texts[status],
+                  native);
     return text;
 }
 

@@ -10,7 +10,7 @@ namespace hx {
 
 // What became of one call.
 struct Outcome {
-    int32_t status = HXA_OK;           // hxa_status
+    int32_t status = HXA_OK;  // hxa_status
     int32_t native = 0;
     uint32_t scope = HXA_SCOPE_OP;
 

@@ -1,5 +1,5 @@
-// A mutex, a condition with the monotonic clock, and that clock.  The standard library's timed waits are not understood by
-// every thread sanitizer, and fall back to the wall clock on old systems.
+// A mutex, a condition with the monotonic clock, and that clock.  The standard library's timed waits are not understood
+// by every thread sanitizer, and fall back to the wall clock on old systems.
 #pragma once
 
 #include <pthread.h>
