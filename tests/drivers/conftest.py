@@ -68,7 +68,10 @@ def hixlsim(**how: object) -> Path:
     spec = importlib.util.spec_from_file_location("hixlsim_build", root / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.build(**how)
+    # Under a sanitizer both sides of the interface have to be built with it.
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    kind = "thread" if "libtsan" in preloaded else "address" if "libasan" in preloaded else ""
+    return module.build(**how, sanitize=kind)
 
 
 @pytest.fixture(autouse=True)

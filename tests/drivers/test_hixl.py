@@ -175,7 +175,7 @@ def test_a_library_from_before_2026_lacks_parts(part: str) -> None:
     """In a process of its own: two libraries of one name in one process would share what is global in them."""
     options = {"library": str(hixlsim(without=(part,))), "backend": "cs"}
     code = (
-        "import vtable as vt, conftest\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import vtable as vt, conftest\n"
         f"world = conftest.World(*vt.join(*(vt.Instance(vt.load('hixl'), {options!r}) for _ in range(2))))\n"
         "for i in range(50): world.write(i, i, 1000)\n"
         "world.write(0, 0, world.size).ok(world.left, world.right)\n"
@@ -184,7 +184,7 @@ def test_a_library_from_before_2026_lacks_parts(part: str) -> None:
         "print(world.left.instance.logs)\n"
         "for link in (world.left, world.right): link.instance.close()\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     missing = {"batch": "no batch query", "connect_async": "no asynchronous connect", "capability": "no GetCapability"}
     assert missing[part] in run.stdout
