@@ -415,14 +415,16 @@ def test_mixed_kinds_are_split(opened: Maker, sim: Sim, backend: str) -> None:
         sim.acl.aclrtFree(device)
 
 
-def test_a_busy_library_is_asked_again(world: World, sim: Sim) -> None:
-    sim.set(FAULTS="exhausted@1,2,3,5")
+def test_a_busy_library_is_asked_again(world: World, sim: Sim, backend: str) -> None:
+    # The one back-end that says FAILED instead is asked again while there are others in flight.
+    sim.set(FAULTS="exhausted@2,3,5" if backend == "fab" else "exhausted@1,2,3,5", LATENCY_US=2000)
     ops = [world.write(i * 4096, i * 4096, 4096) for i in range(8)]
     for op in ops:
         op.ok(world.left)
     assert world.there.view[:32768] == world.here.view[:32768]
 
 
+@only("comm", "cs")
 def test_a_library_that_stays_busy(opened: Maker, sim: Sim) -> None:
     world = opened.world(busy_ms=20)
     sim.set(FAULTS="exhausted")
@@ -469,6 +471,8 @@ def settled(world: World, ops: list[vt.Op]) -> list[int]:
     "fault", ["transfer@3", "submit@3", "query@3", "submit@3=507899", "query@5=103902", "submit@3=103902"]
 )
 def test_a_failure_is_the_links_and_the_link_comes_back(world: World, sim: Sim, backend: str, fault: str) -> None:
+    if fault == "submit@3" and backend == "fab":
+        pytest.skip("this may mean that there are too many, and is taken for that")
     sim.set(LATENCY_US=200, FAULTS=fault)
     ops = [world.write(i * 4096, i * 4096, 4096) for i in range(20)]
     if fault == "transfer@3" and backend == "comm":  # there nobody hears of it
@@ -498,7 +502,7 @@ def test_a_failure_stays_with_its_link(opened: Maker, sim: Sim) -> None:
     sim.set(LATENCY_US=3000)
     kept = [well.write(i * 4096, i * 4096, 4096) for i in range(10)]
     wait(lambda: sim.count("live_requests") == 10, well)
-    sim.set(FAULTS="submit@1")
+    sim.set(FAULTS="submit@1=507899")
     doomed = hurt.write(0, 0, 8)
     assert doomed.wait(hurt.left) == vt.LINK
     assert settled(well, kept) == [vt.OK] * 10

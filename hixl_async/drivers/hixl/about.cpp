@@ -11,7 +11,7 @@ namespace {
 // `${root}/share/info/hixl/version.info` of the toolkit that the library lies in; the library itself does not tell.
 std::string version_of(const std::string &library) {
     std::string root = library;
-    for (int i = 0; i < 3; i++) {              // the file, lib64, and where there is one the architecture
+    for (int i = 0; i < 3; i++) {  // the file, lib64, and where there is one the architecture
         const size_t slash = root.rfind('/');
         if (slash == std::string::npos) break;
         root.resize(slash);
@@ -41,7 +41,9 @@ const char *instance_about(hxa_instance *self) {
         lines += "\nversion: " + version_of(library.path);
         lines += std::string("\nAscendCL: ") + yes(library.acl.there());
         lines += std::string("\nbatch query: ") + yes(library.transfer_statuses != nullptr)
-                 + (self->started == 0 ? "" : self->batch ? ", in use" : ", not on this back-end");
+                 + (self->started == 0 ? ""
+                    : self->batch      ? ", in use"
+                                       : ", not on this back-end");
         lines += std::string("\nasynchronous connect: ") + yes(library.connect_async != nullptr);
         lines += "\nAutoConnect: " + capability(library, abi::AUTO_CONNECT);
         lines += "\nclient-server links: " + capability(library, abi::CLIENT_SERVER_COMM);

@@ -12,6 +12,9 @@ constexpr int LAUNCHES = 64;        // between two looks at what is in flight,
 constexpr uint64_t LAUNCHING = MS;  // which last no longer than this, where calls take their time
 constexpr int MISSES = 4;           // requests that still wait, at either place of a look, before it ends
 constexpr uint64_t BUSY_FIRST = 50 * US, BUSY_MOST = 10 * MS;
+// Fabric memory takes a stream or more of 512 for each request of the engine, and when they are used up it says no more
+// than FAILED.
+constexpr uint32_t FABRIC_REQUESTS = 60;
 constexpr uint32_t BOUNCES = 3;  // an op may find the link gone this often
 
 }  // namespace
@@ -78,6 +81,10 @@ bool Route::launch() {
     for (int left = LAUNCHES; left > 0; left--) {
         if (waiting_.empty() || flights_ >= self_.options.in_flight) return false;
         if (broken_) return false;
+        if (self_.fabric && self_.ledger.count.load(std::memory_order_relaxed) >= FABRIC_REQUESTS) {
+            retry_at_ = now_ + BUSY_FIRST;
+            return false;
+        }
         if (left < LAUNCHES && clock_now() - now_ > LAUNCHING) break;
         hxa_op *op = waiting_.first;
         Job &job = job_of(op);
@@ -197,7 +204,10 @@ Route::Verdict Route::send(hxa_op *op) {
     }
     self_.ledger.end(flight);
     const Outcome outcome = outcome_of(native);
-    if (native == abi::RESOURCE_EXHAUSTED) {
+    // If others are in flight it may be their number; if it is the link, one of them will tell.
+    const bool crowded =
+        native == abi::FAILED && self_.fabric && self_.ledger.count.load(std::memory_order_relaxed) != 0;
+    if (native == abi::RESOURCE_EXHAUSTED || crowded) {
         if (busy_since_ == 0) busy_since_ = now_;
         if (now_ - busy_since_ < self_.options.busy_ms * MS) {
             job.cursor = cursor;
@@ -205,7 +215,7 @@ Route::Verdict Route::send(hxa_op *op) {
             retry_at_ = now_ + busy_ns_;
             return Verdict::LATER;
         }
-        fail(op, outcome);
+        fail(op, {HXA_E_BUSY, outcome.native, HXA_SCOPE_OP});
         return Verdict::OVER;
     }
     if (native == abi::PARAM_INVALID || native == abi::UNSUPPORTED) {  // this op's fault, and nobody else's

@@ -255,7 +255,8 @@ struct hxa_instance {
     hx::Ledger ledger;
     hx::Counters count;
     const uint64_t token;
-    std::string id;  // set by start, before `started`
+    const bool fabric;  // the FAB back-end was asked for
+    std::string id;     // set by start, before `started`
     std::shared_ptr<hx::Calls> life, memory, notes, pages;
 
     std::atomic<uint32_t> started{0};     // Initialize is done

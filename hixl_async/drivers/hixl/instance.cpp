@@ -126,7 +126,8 @@ hxa_instance::hxa_instance(Options wanted, Library loaded, const hxa_sink &to)
       options(std::move(wanted)),
       library(std::move(loaded)),
       crew(options.threads, options.spin_us * US, [this] { enter(); }),
-      token(random_word()) {
+      token(random_word()),
+      fabric(options.fabric()) {
     crew.complain = [this](const char *line) { log(nullptr, line); };
     life = std::make_shared<Calls>(crew, [this](uint64_t now) { return end(now); });
     memory = std::make_shared<Calls>(crew, [this](uint64_t now) { return let_go(now); });

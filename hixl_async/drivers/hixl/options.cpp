@@ -262,6 +262,11 @@ std::string address_text(const std::string &ip, uint16_t port) {
     return (ip.find(':') != std::string::npos ? "[" + ip + "]" : ip) + ":" + std::to_string(port);
 }
 
+bool Options::fabric() const {
+    const auto known = hixl.find("EnableUseFabricMem");
+    return known != hixl.end() && known->second == "1";
+}
+
 int Options::parse(const hxa_option *options, size_t n, std::string &error) {
     if (cpus() < 2) spin_us = 0;  // whoever spins keeps the others from what it waits for
     for (size_t i = 0; i < n; i++) {

@@ -32,6 +32,7 @@ struct Options {
     std::map<std::string, std::string> hixl;  // for Initialize, by HIXL's own keys
 
     // 0, or -HXA_E_INVALID with the reason in `error`.
+    bool fabric() const;
     int parse(const hxa_option *options, size_t n, std::string &error);
 };
 
