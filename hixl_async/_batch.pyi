@@ -12,6 +12,8 @@ _Verb: TypeAlias = Literal["read", "write"]
 _Local: TypeAlias = Slice | LocalMemory
 _Remote: TypeAlias = Slice | RemoteMemory
 _Rows: TypeAlias = Buffer | Sequence[Sequence[int]]  # N x 3: local offset, remote offset, length
+# N x 6: local offset, local stride, remote offset, remote stride, length, count
+_Runs: TypeAlias = Buffer | Sequence[Sequence[int]]
 _Part: TypeAlias = tuple[_Local, _Remote] | tuple[_Local, _Remote, _Rows]
 
 @final
@@ -20,6 +22,9 @@ class Batch:
     def __new__(cls, verb: _Verb, local: _Local, remote: _Remote, rows: _Rows | None = None) -> Batch: ...
     @overload
     def __new__(cls, verb: _Verb, local: Sequence[_Part]) -> Batch: ...
+    @classmethod
+    def strided(cls, verb: _Verb, local: _Local, remote: _Remote, runs: _Runs) -> Batch: ...
+    def shifted(self, local: int = 0, remote: int = 0) -> Batch: ...
     @property
     def count(self) -> int: ...
     @property

@@ -447,7 +447,7 @@ cdef class Core(Hub):
             if self.watchdog is None:
                 self.watchdog = self.loop.call_later(self.stall / 8, self._watch)
         else:
-            index = transfer.op.failed if transfer.op.failed >= 0 else None
+            index = _failed_row(transfer)
             transfer._unpin()
             raise driver_error(driver, -answer, transfer.op.native, repr(transfer), transfer.link.peer, index)
         self.n_transfers += 1
@@ -552,6 +552,7 @@ cdef class Core(Hub):
         cdef Transfer transfer = <Transfer>op.owner
         cdef uint32_t events = hxa_mailbox_events(op)
         cdef Drain drain
+        row = None if op.failed < 0 else _failed_row(transfer)
         if events & HXA_RELEASED:
             transfer.flying = False
             if transfer.prev != NULL:
@@ -581,7 +582,7 @@ cdef class Core(Hub):
                 failed = f"{transfer!r} failed, the contents of its target are undefined"
                 transfer._resolve(FAILED, driver_error(
                     transfer.link.driver, op.status, op.native, failed if not transfer.control else transfer.link.what,
-                    transfer.link.peer, op.failed if op.failed >= 0 else None))
+                    transfer.link.peer, row))
         return 0
 
     def drain(self):
@@ -845,6 +846,14 @@ cdef class Core(Hub):
     def _counters(self):
         signals = hxa_mailbox_signals(self.box) if self.box != NULL else self.n_signals
         return (self.n_transfers, self.n_inline, self.n_bytes, self.n_failed, signals)
+
+
+cdef object _failed_row(Transfer transfer):
+    """The number of the copy that failed, as the program listed it, or None."""
+    cdef int64_t index = transfer.op.failed
+    if type(transfer.local) is Batch:
+        index = (<Batch>transfer.local)._row(index)
+    return index if index >= 0 else None
 
 
 cdef inline bint _overlap(uint64_t start, uint64_t size, uint64_t other, uint64_t length) noexcept:

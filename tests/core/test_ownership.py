@@ -225,10 +225,10 @@ async def test_cancel_after_the_bytes_landed(world: World) -> None:
 async def test_failure_says_what_is_undefined(world: World) -> None:
     world.plan.fail("system", native=5, index=1, nth=1)
     world.here.numpy()[:] = 9
-    transfer = world.left.submit(world.batch([(0, 0, 8), (8, 8, 8), (16, 16, 8)]))
+    transfer = world.left.submit(world.batch([(0, 0, 4), (4, 4, 4), (9, 8, 8), (24, 16, 8)]))
     with pytest.raises(TransferError, match="undefined") as caught:
         await transfer
-    assert caught.value.index == 1
+    assert caught.value.index == 2, "the first two rows are one descriptor"
     assert caught.value.native == 5
     assert caught.value.peer == "right"
     assert world.landed[:24] == b"\x09" * 8 + bytes(16), "what comes before the failed descriptor has landed"

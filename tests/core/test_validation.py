@@ -315,14 +315,14 @@ ROWS = [
     (np.ones((2, 3), ">u8"), InvalidArgumentError, "64-bit integers", None),
     (np.ones((3, 3), "uint64").T, BufferTypeError, "ascontiguousarray", None),
     (np.ones((4, 3), "uint64")[::2], BufferTypeError, "ascontiguousarray", None),
-    ([(0, 0)], InvalidArgumentError, "triples", None),
-    ([(0, 0, 1, 1)], InvalidArgumentError, "triples", None),
-    ([(0, 0, "1")], InvalidArgumentError, "triples", None),
-    ([(0, 0, -1)], InvalidArgumentError, "triples", None),
-    ([(0, 0, TOP)], InvalidArgumentError, "triples", None),
-    ([7], InvalidArgumentError, "triples", None),
-    (7, InvalidArgumentError, "triples", None),
-    ("abc", InvalidArgumentError, "triples", None),
+    ([(0, 0)], InvalidArgumentError, "sequences", None),
+    ([(0, 0, 1, 1)], InvalidArgumentError, "sequences", None),
+    ([(0, 0, "1")], InvalidArgumentError, "sequences", None),
+    ([(0, 0, -1)], InvalidArgumentError, "sequences", None),
+    ([(0, 0, TOP)], InvalidArgumentError, "sequences", None),
+    ([7], InvalidArgumentError, "sequences", None),
+    (7, InvalidArgumentError, "sequences", None),
+    ("abc", InvalidArgumentError, "sequences", None),
     ([(0, 0, 8), (0, 0, 0)], RangeError, "descriptor 1 .*empty", 1),
     ([(0, 0, SIZE), (1, 0, SIZE)], RangeError, "descriptor 1 ", 1),
     ([(0, 0, 8), (0, SIZE - 7, 8)], RangeError, "descriptor 1 ", 1),
@@ -380,8 +380,9 @@ async def test_bad_parts(world: World) -> None:
 
 async def test_too_many_descriptors(world: World) -> None:
     limit = world.left.driver_limits()["shm"]["descriptors"]
-    rows = np.stack([np.arange(limit + 1), np.arange(limit + 1), np.ones(limit + 1)], axis=1).astype("uint64")
-    says = f"{limit + 1} descriptors are more than the {limit}.*split"
+    places = 2 * np.arange(limit + 1)
+    rows = np.stack([places, places, np.ones(limit + 1)], axis=1).astype("uint64")
+    says = f"{limit + 1} copies make more than the {limit} descriptors.*split"
     async with refused(world, InvalidArgumentError, says):
         world.batch(rows)
     assert await world.left.submit(world.batch(rows[:limit])) == limit

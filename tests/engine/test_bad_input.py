@@ -246,7 +246,7 @@ async def test_verbs(world: World, verb: Any) -> None:
 async def test_more_descriptors_than_the_driver_takes(world: World) -> None:
     limit = world.left.driver_limits()["shm"]["descriptors"]
     rows = numpy.tile(numpy.array([[0, 0, 1]], "uint64"), (limit + 1, 1))
-    with pytest.raises(InvalidArgumentError, match=rf"{limit + 1} descriptors.*split"):
+    with pytest.raises(InvalidArgumentError, match=rf"{limit + 1} copies.*{limit} descriptors.*split"):
         Batch("write", world.local, world.remote, rows)
 
 

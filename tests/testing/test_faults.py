@@ -279,6 +279,16 @@ async def test_late_read(world: World) -> None:
     await transfer.drained()
 
 
+async def test_late_and_dropped(world: World) -> None:
+    """What breaks the link itself is over at once, late or not."""
+    world.plan.late(nth=1).drop_peer(nth=1)
+    transfer = world.write()
+    with pytest.raises(PeerLostError):
+        await transfer
+    async with asyncio.timeout(5):
+        await transfer.drained()
+
+
 @pytest.mark.parametrize("after", [0.0, 0.3, 0.5, 0.99])
 async def test_stall(world: World, after: float) -> None:
     world.plan.stall(after, nth=1)

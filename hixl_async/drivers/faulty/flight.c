@@ -372,7 +372,10 @@ int faulty_submit(hxa_link *link, const hxa_batch *batch, hxa_op *op) {
     faulty_ring_add(&link->flights, &flight->all);
     link->live++;
     self->work++;
-    if (fate.drop) flight->accepted = 1;
+    if (fate.drop) {
+        flight->accepted = 1;
+        flight->fate.late = 0;         /* it never gets to the gate behind which late ones wait */
+    }
     const int waits = !fate.drop && close_first_gate(flight);
     pthread_mutex_unlock(&self->lock);
     if (fate.drop) faulty_link_break(link);
