@@ -104,6 +104,7 @@ def _child(main: Callable[..., None], *arguments: Any) -> Iterator[tuple[SpawnPr
         if process.is_alive():
             process.kill()
             process.join()
+        process.close()
 
 
 def _cpu_ns(process: SpawnProcess) -> int:

@@ -130,6 +130,7 @@ async def open_pair(loop: str, size: int, pin: tuple[int, int] | None = None) ->
         if process.is_alive():
             process.kill()
             process.join()
+        process.close()
         for fd in bells:
             os.close(fd)
 

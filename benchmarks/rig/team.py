@@ -133,6 +133,7 @@ def open_team(contestant: Contestant, size: int) -> Iterator[Team]:
                 if process.is_alive():
                     process.kill()
                     process.join()
+                process.close()
 
 
 # ---- in the processes ------------------------------------------------------------------------------------------------
