@@ -181,12 +181,12 @@ def test_a_library_from_before_2026_lacks_parts(part: str) -> None:
         "world.write(0, 0, world.size).ok(world.left, world.right)\n"
         "world.left.instance.until(lambda: not world.left.instance.ops, world.left)\n"
         "assert world.here.view == world.there.view\n"
-        "print(world.left.instance.logs)\n"
+        "print(world.left.vt.about(world.left.instance.handle).decode())\n"
         "for link in (world.left, world.right): link.instance.close()\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    missing = {"batch": "no batch query", "connect_async": "no asynchronous connect", "capability": "no GetCapability"}
+    missing = {"batch": "batch query: no", "connect_async": "connect: no", "capability": "no GetCapability"}
     assert missing[part] in run.stdout
 
 
@@ -305,7 +305,7 @@ def test_what_initialize_refuses_is_reported(opened: Maker) -> None:
 def test_two_engines_on_one_port(opened: Maker) -> None:
     first = opened()
     first.start()
-    port = next(line for line in first.logs if "listening" in line).split("127.0.0.1:")[1].split(";")[0]
+    port = re.search(r"listens at: 127.0.0.1:(\d+)", first.vt.about(first.handle).decode())[1]
     second = opened(hixl_port=port)
     with pytest.raises(vt.DriverError):
         second.start()
@@ -360,7 +360,7 @@ def test_batch_queries_where_they_exist(world: World, sim: Sim, backend: str) ->
     for op in ops:
         op.ok(world.left)
     assert sim.count("queries") > before
-    assert bool(logs(world, "client-server back-end")) == (backend == "cs")
+    assert bool(logs(world, "client-server")) == (backend == "cs")
 
 
 def test_a_request_holds_what_hixl_can_take(opened: Maker, sim: Sim) -> None:
@@ -417,7 +417,7 @@ def test_mixed_kinds_are_split(opened: Maker, sim: Sim, backend: str) -> None:
 
 def test_a_busy_library_is_asked_again(world: World, sim: Sim, backend: str) -> None:
     # The one back-end that says FAILED instead is asked again while there are others in flight.
-    sim.set(FAULTS="exhausted@2,3,5" if backend == "fab" else "exhausted@1,2,3,5", LATENCY_US=2000)
+    sim.set(FAULTS="exhausted@2,3,5" if backend == "fab" else "exhausted@1,2,3,5", LATENCY_US=50_000)
     ops = [world.write(i * 4096, i * 4096, 4096) for i in range(8)]
     for op in ops:
         op.ok(world.left)
@@ -499,18 +499,19 @@ def test_a_failure_is_the_links_and_the_link_comes_back(world: World, sim: Sim, 
 def test_a_failure_stays_with_its_link(opened: Maker, sim: Sim) -> None:
     a = opened()
     hurt, well = (warm(World(*vt.join(a, opened()))) for _ in range(2))
-    sim.set(LATENCY_US=3000)
+    sim.set(LATENCY_US=300_000)
     kept = [well.write(i * 4096, i * 4096, 4096) for i in range(10)]
     wait(lambda: sim.count("live_requests") == 10, well)
     sim.set(FAULTS="submit@1=507899")
     doomed = hurt.write(0, 0, 8)
     assert doomed.wait(hurt.left) == vt.LINK
+    assert not kept[0].released
     assert settled(well, kept) == [vt.OK] * 10
 
 
 def test_memory_is_held_until_the_connection_is_cut(world: World, sim: Sim) -> None:
     """COMPLETED comes at the failure, RELEASED when nothing can touch the memory any more."""
-    sim.set(FAULTS="hang@1;disconnect_stall@1=0.3", LATENCY_US=100)
+    sim.set(FAULTS="hang@1;disconnect_stall@1=1", LATENCY_US=100)
     ops = [world.write(0, 0, 4096), world.write(4096, 4096, 4096)]
     wait(lambda: sim.count("live_requests") == 2 or ops[1].released, world)
     world.left.instance.vt.abandon(world.left.handle, ops[0].pointer)
@@ -524,8 +525,10 @@ def test_memory_is_held_until_the_connection_is_cut(world: World, sim: Sim) -> N
 def test_a_dead_stream_says_waiting_for_ever(world: World, sim: Sim) -> None:
     """There is no cancelling: the op is abandoned, the link cut, and everything on it told; then it goes on."""
     sim.set(FAULTS="hang@2", LATENCY_US=100)
+    before = sim.count("submitted")
     ops = [world.write(i * 4096, i * 4096, 4096) for i in range(5)]
     assert ops[0].wait(world.left) == vt.OK
+    wait(lambda: sim.count("submitted") - before == 5, world)
     assert world.left.cancel(ops[1]) == 0
     world.left.instance.vt.abandon(world.left.handle, ops[1].pointer)
     statuses = settled(world, ops)
@@ -594,10 +597,10 @@ def test_a_link_that_blocks_stalls_nobody(opened: Maker, sim: Sim, call: str) ->
         slow = vt.Op(a)
         slow.accepted("link_connect", a.vt.link_connect(left.handle, c.byref(right.card), slow.pointer))
     sizes = [1, 4096, MIB // 2]
-    for i in range(60):
+    for i in range(20):
         free.write(0, 0, sizes[i % 3]).ok(free.left)
         free.left.note(b"n", b"%d" % i).ok(free.left)
-    free.right.instance.until(lambda: len(free.right.notes()) == 60, free.left, free.right)
+    free.right.instance.until(lambda: len(free.right.notes()) == 20, free.left, free.right)
     assert not slow.released, "the others had to wait"
     assert slow.wait() == vt.OK
     if call.startswith("stall"):
@@ -840,6 +843,22 @@ def test_what_never_arrived_is_asked_for(world: World) -> None:
     assert world.right.notes() == sent
 
 
+@pytest.mark.parametrize("via", ["hixl", "control"])
+def test_large_notifications_do_not_flood_the_control_connection(opened: Maker, via: str) -> None:
+    """It gives up a peer that lets more than 512 KiB wait."""
+    world = opened.world(notify_via=via)
+    sent = [(b"n", b"%03d" % i + bytes(60_000)) for i in range(40)]
+    for note in sent:
+        world.left.note(*note)
+    world.left.instance.until(lambda: sum(map(len, world.right.inbox)) > 60_000)
+    seen = 0
+    while seen != (seen := sum(map(len, world.right.inbox))):
+        threading.Event().wait(0.05)
+    assert seen < 256 << 10
+    wait(lambda: len(world.right.notes()) == 40, world)
+    assert world.right.notes() == sent
+
+
 def test_notifications_outlive_a_new_connection(world: World) -> None:
     """One back-end forgets what the peer has not fetched when the sender disconnects."""
     for i in range(50):
@@ -991,3 +1010,102 @@ def sum_of_switches() -> int:
         except OSError:
             continue
     return total
+
+
+# ---- soak ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@only("cs", "comm")
+def test_a_million_transfers(opened: Maker, sim: Sim, backend: str) -> None:
+    """Random order, recycled handles, links that fail: every op ends once, nothing is left, and memory does not grow."""
+    # Of requests; with each fails whatever its link has in flight, together about 1 % of all.
+    rate = {"cs": 0.003, "comm": 0.0006}[backend]
+    n, block, depth = int(os.environ.get("HIXL_SOAK", "1000000")), 64, 32
+    a = opened()
+    worlds = [warm(World(*vt.join(a, opened()), size=depth * block)) for _ in range(2)]
+    sim.set(LATENCY_US=1, JITTER_US=30, ORDER="random", SEED=7, FAULTS=f"submit%{rate}")
+    soak = Soak(a, worlds, depth, block)
+    soak.run(n // 10)
+    before = resident()
+    soak.run(n)
+    grown = resident() - before
+    sim.set(FAULTS="")
+    assert n // 200 < soak.failed < n // 20
+    assert grown < 16 * MIB, f"grew by {grown / MIB:.1f} MiB"
+    for world in worlds:
+        assert world.left.down is None
+        world.write(0, 0, world.size).ok(world.left)
+        assert world.there.view == world.here.view
+
+
+class Soak:
+    """Keeps `depth` ops in flight on each link; what is posted is only counted, for a million Python objects take time."""
+
+    def __init__(self, instance: vt.Instance, worlds: list[World], depth: int, block: int) -> None:
+        self.instance, self.worlds = instance, worlds
+        self.ops = [(vt.COp * depth)() for _ in worlds]
+        self.keep = []
+        self.slots: dict[int, tuple[World, object]] = {}
+        self.state: dict[int, int] = {}
+        self.free: list[int] = []
+        self.lock = threading.Condition()
+        self.succeeded = self.failed = 0
+        for world, ops in zip(worlds, self.ops, strict=True):
+            for i in range(depth):
+                desc = vt.CDesc(world.here.handle, i * block, world.remote.handle, i * block, block)
+                batch = vt.CBatch(verb=WRITE, n=1, desc=c.pointer(desc), bytes=block)
+                self.keep.append((desc, batch))
+                self.slots[c.addressof(ops[i])] = (world, batch)
+        self.free = list(self.slots)
+
+    def _post(self, _ctx: int, address: int, events: int) -> None:
+        with self.lock:
+            seen = self.state.get(address)
+            if (
+                seen is None
+                or events & seen
+                or not events
+                or (events & vt.RELEASED and not (events | seen) & vt.COMPLETED)
+            ):
+                self.instance.violations.append(f"events {events} after {seen}")
+                return
+            self.state[address] = seen | events
+            if events & vt.RELEASED:
+                del self.state[address]
+                status = vt.COp.from_address(address).status
+                self.succeeded += status == vt.OK
+                self.failed += status != vt.OK
+                if status not in (vt.OK, vt.LINK):
+                    self.instance.violations.append(f"status {status}")
+                self.free.append(address)
+                self.lock.notify()
+
+    def run(self, n: int) -> None:
+        """Lets `n` more transfers end; the instance's sink is ours meanwhile."""
+        usual, self.instance._post = self.instance._post, self._post
+        end = self.succeeded + self.failed + n
+        submitted = self.succeeded + self.failed
+        try:
+            while True:
+                with self.lock:
+                    while not self.free and submitted < end:
+                        assert self.lock.wait(vt.DEADLINE), "no transfer ends any more"
+                    if submitted >= end:
+                        assert self.lock.wait_for(lambda: not self.state, vt.DEADLINE), "a transfer does not end"
+                        return
+                    ready, self.free = self.free[: end - submitted], self.free[end - submitted :]
+                    self.state.update(dict.fromkeys(ready, 0))
+                for address in ready:
+                    world, batch = self.slots[address]
+                    c.memset(address, 0, c.sizeof(vt.COp))
+                    answer = world.left.vt.submit(world.left.handle, c.byref(batch), vt.COp.from_address(address))
+                    assert answer == vt.PENDING, answer
+                submitted += len(ready)
+        finally:
+            self.instance._post = usual
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

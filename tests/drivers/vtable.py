@@ -506,7 +506,7 @@ class Instance:
         self.closed = False
         self.started = False
         self.logs: list[str] = []
-        self.sink = CSink(None, POST(self._post), EVENT(self._event))
+        self.sink = CSink(None, POST(lambda *what: self._post(*what)), EVENT(self._event))
         options = [(key.encode(), str(value).encode()) for key, value in self.options.items()]
         array = (COption * max(1, len(options)))(*options)
         handle, error = c.c_void_p(), c.create_string_buffer(400)

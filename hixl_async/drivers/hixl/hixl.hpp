@@ -4,7 +4,7 @@
 //   abi            our mirror of HIXL's types;  library: finding and loading it;  options, json: what `open` takes
 //   status         codes and what to do about them
 //   crew           threads, strands, the watchdog;  gate: which calls exclude each other
-//   instance       one engine: its life, its context, statistics
+//   instance       one engine: its life, its context, statistics;  about: what people may want to know of it
 //   memory         mem_*: registered here, imported from peers; letting go of them
 //   route          the way to one remote engine: connecting, cycling, failing
 //   flight         requests of a route: submitting, asking, finishing

@@ -240,7 +240,7 @@ void hxa_instance::begin(hxa_op *op) {
         log(nullptr, text("hixl: host memory cannot be registered (%u), so that signals cannot be sent", native));
     }
     started = 1;
-    log(nullptr, "hixl: " + library.about() + "; listening at " + id + (able ? "; client-server back-end" : ""));
+    log(nullptr, "hixl: " + library.path + " listens at " + id + (able ? ", client-server back-end" : ""));
     memory->wake();
     finish(sink, op, {});
 }

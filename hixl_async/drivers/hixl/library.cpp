@@ -206,20 +206,4 @@ int Library::load(const std::string &wanted, std::string &error) {
     return 0;
 }
 
-std::string Library::about() const {
-    std::string out = path + ": ";
-    out += transfer_statuses != nullptr ? "batch query" : "no batch query";
-    out += connect_async != nullptr ? ", asynchronous connect" : ", no asynchronous connect";
-    if (capability != nullptr) {
-        int32_t automatic = 0, client_server = 0;
-        if (capability(abi::AUTO_CONNECT, automatic) == abi::SUCCESS && automatic != 0) out += ", AutoConnect";
-        if (capability(abi::CLIENT_SERVER_COMM, client_server) == abi::SUCCESS && client_server != 0)
-            out += ", client-server links";
-    } else {
-        out += ", no GetCapability";
-    }
-    out += acl.there() ? ", AscendCL" : ", without AscendCL";
-    return out;
-}
-
 }  // namespace hx

@@ -44,8 +44,6 @@ struct Library {
     // -HXA_E_UNSUPPORTED with every attempt in `error`.  Libraries stay loaded: their threads may outlive what uses
     // them.
     int load(const std::string &wanted, std::string &error);
-    // What the library can do, in words.
-    std::string about() const;
 
     abi::Text text(const std::string &value) const {
         abi::Text out;

@@ -141,15 +141,13 @@ void Outbox::add_signal() {
     waiting_.push_back(std::move(entry));
 }
 
-bool Outbox::has_work() {
-    Guard guard(lock_);
-    return !waiting_.empty() && sent_ + waiting_.front().cost <= credited_ + window_;
-}
-
 bool Outbox::credit(uint64_t seq, uint64_t cost) {
     Guard guard(lock_);
     if (seq >= next_ || cost > sent_) return false;
-    while (!kept_.empty() && kept_.front().seq <= seq) kept_.pop_front();
+    while (!kept_.empty() && kept_.front().seq <= seq) {
+        kept_bytes_ -= kept_.front().body.size();
+        kept_.pop_front();
+    }
     if (cost > credited_) {
         credited_ = cost;
         returned_.store(static_cast<int64_t>(cost), std::memory_order_relaxed);
@@ -243,6 +241,7 @@ bool Inbox::take(Record &out) {
     ready_.pop_front();
     handed_++;
     handed_cost_ += out.cost;
+    handed_bytes_ += BODY_HEAD + out.body.size();
     return true;
 }
 
@@ -268,7 +267,8 @@ uint64_t Inbox::overdue(uint64_t now, uint64_t &next_look) {
 
 bool Inbox::due_credit(uint32_t window, uint64_t &seq, uint64_t &cost) {
     Guard guard(lock_);
-    if (handed_cost_ - told_cost_ < std::max(window / 4, 1u)) return false;
+    if (handed_cost_ - told_cost_ < std::max(window / 4, 1u) && handed_bytes_ < KEPT_BYTES / 4) return false;
+    handed_bytes_ = 0;
     told_cost_ = handed_cost_;
     seq = handed_;
     cost = handed_cost_;

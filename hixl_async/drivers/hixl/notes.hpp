@@ -24,7 +24,10 @@ constexpr size_t PIECE_HEAD = 20;
 constexpr size_t MESSAGE_BYTES = 16 << 10;  // of pieces in one message of the control connection
 constexpr uint32_t NOTE_BYTES = 65000;      // topic and note together
 constexpr uint32_t FRAMES_MOST = 4;         // a record that needs more goes by the control connection
-constexpr uint64_t LOST_AFTER = SECOND;     // a record that is missing this long is asked for again
+// Bytes of records that may be on their way: the control connection, which may have to carry all of them, gives up a
+// peer that lets more than 512 KiB wait.
+constexpr size_t KEPT_BYTES = 192 << 10;
+constexpr uint64_t LOST_AFTER = SECOND;  // a record that is missing this long is asked for again
 
 // What a record takes of the room that the receiver granted; the same at both ends.
 uint32_t record_cost(size_t body);
@@ -60,7 +63,6 @@ class Outbox {
     // larger. `claim` is asked about each op; one that it refuses was cancelled, and stays until `remove`.
     template <class Claim>
     std::vector<Entry> take(Claim claim);
-    bool has_work();
     // The peer has handed out all up to `seq`, which took `cost` altogether.
     bool credit(uint64_t seq, uint64_t cost);
     std::vector<Entry> kept(uint64_t from);
@@ -74,8 +76,14 @@ class Outbox {
     }
 
   private:
+    bool has_room(const Entry &entry) const {
+        return sent_ + entry.cost <= credited_ + window_
+               && (kept_.empty() || kept_bytes_ + entry.body.size() <= KEPT_BYTES);
+    }
+
     Mutex lock_;
     std::deque<Entry> waiting_, kept_;
+    size_t kept_bytes_ = 0;
     uint64_t next_ = 1;
     uint64_t sent_ = 0, credited_ = 0;  // cost, ever
     std::atomic<int64_t> reserved_{0};  // cost of all that was accepted, ever
@@ -91,7 +99,7 @@ std::vector<Entry> Outbox::take(Claim claim) {
     size_t bytes = 0;
     for (auto at = waiting_.begin(); at != waiting_.end() && bytes <= FRAME_BYTES;) {
         Entry &entry = *at;
-        if (sent_ + entry.cost > credited_ + window_) break;
+        if (!has_room(entry)) break;
         const size_t needed = PIECE_HEAD + entry.body.size();
         if (!out.empty() && bytes + needed > FRAME_BYTES) break;
         if (entry.op != nullptr && !claim(entry.op)) {
@@ -101,6 +109,7 @@ std::vector<Entry> Outbox::take(Claim claim) {
         entry.seq = next_++;
         sent_ += entry.cost;
         bytes += needed;
+        kept_bytes_ += entry.body.size();
         out.push_back(entry);
         entry.op = nullptr;
         kept_.push_back(std::move(entry));
@@ -150,7 +159,7 @@ class Inbox {
         Guard guard(lock_);
         return next_ > seq;
     }
-    // Loop: what was handed out, once it is worth telling (a quarter of `window`), else 0.
+    // Loop: what was handed out, once it is worth telling: a quarter of `window`, or of the bytes.
     bool due_credit(uint32_t window, uint64_t &seq, uint64_t &cost);
 
   private:
@@ -171,6 +180,7 @@ class Inbox {
     uint64_t missing_since_ = 0;
     uint64_t bytes_ = 0;  // in partial_
     uint64_t handed_ = 0, handed_cost_ = 0, told_cost_ = 0;
+    size_t handed_bytes_ = 0;  // since the last credit
 };
 
 }  // namespace hx

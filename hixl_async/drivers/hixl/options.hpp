@@ -31,8 +31,8 @@ struct Options {
     uint32_t threads = 64;                    // most
     std::map<std::string, std::string> hixl;  // for Initialize, by HIXL's own keys
 
+    bool fabric() const;  // of the FAB back-end
     // 0, or -HXA_E_INVALID with the reason in `error`.
-    bool fabric() const;
     int parse(const hxa_option *options, size_t n, std::string &error);
 };
 
