@@ -4,6 +4,7 @@ from . import kv
 from ._batch import Batch
 from ._memory import Slice as RegionSlice
 from ._transfer import Transfer
+from .coalescer import Coalescer
 from .config import EngineConfig
 from .engine import Engine
 from .errors import *  # noqa: F403
@@ -19,6 +20,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Batch",
+    "Coalescer",
     "Engine",
     "EngineConfig",
     "Group",

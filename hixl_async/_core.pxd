@@ -19,6 +19,10 @@ cdef class Core(Hub):
     cdef void *first                  # Transfer: head of the list of flights that still pin memory
     cdef object watchdog              # TimerHandle of the stall check, only while something is in flight
     cdef readonly double stall        # seconds without progress after which a transfer fails
+    cdef readonly uint64_t bytes_in_flight    # of transfers whose memory is pinned
+    cdef readonly uint64_t max_bytes_in_flight        # 0: any
+    cdef uint64_t promised            # bytes that waiters were told they may submit in this pass of the loop
+    cdef object crowd                 # deque of (bytes, waiter): who waits for room, in order
     cdef uint64_t n_transfers, n_inline, n_bytes
     cdef readonly Py_ssize_t pinned           # slots not released yet
 
@@ -36,5 +40,7 @@ cdef class Core(Hub):
     cdef int _launch(self, Transfer transfer, object notify, object signal, object deadline, object priority) except -1
     cdef int _track(self, Transfer transfer) except -1
     cdef int _settle(self, hxa_op *op) except -1
+    cdef bint _fits(self, uint64_t nbytes) noexcept
+    cdef int _admit(self) except -1
     cdef int _settle_all(self) except -1
     cdef int _deliver(self) except -1

@@ -38,6 +38,7 @@ from ._transfer cimport ACTIVE, CANCELLED, COST_NANOSECONDS, CREDIT, DONE, Drain
 from .driver cimport *
 
 from asyncio import current_task
+from collections import deque
 
 from . import errors
 
@@ -96,7 +97,7 @@ cdef class Core(Hub):
         self.closed = True
         self.finished = True
 
-    def _open(self, loop, handler, double stall, int burst):
+    def _open(self, loop, handler, double stall, int burst, uint64_t max_bytes_in_flight):
         """Binds the core to `loop`; `handler(driver, kind, cookie, status, topic, data)` hears what drivers report.
 
         `burst` is the most that one pass of the loop takes of completions and of each link's notifications.
@@ -118,6 +119,7 @@ cdef class Core(Hub):
         self.generation = fork_generation
         self.drivers, self.graveyard, self.places = (), [], Places()
         self.credit, self.burst = CREDIT, burst
+        self.crowd, self.max_bytes_in_flight = deque(), max_bytes_in_flight
         self.closed = self.finished = False
         loop.add_reader(self.box.fd, self._signalled)
 
@@ -412,6 +414,12 @@ cdef class Core(Hub):
                     raise errors.InvalidArgumentError(
                         f"priority must be 'low', 'normal' or 'high', not {priority!r}"
                     ) from None
+            if self.max_bytes_in_flight and self.bytes_in_flight and (
+                    self.bytes_in_flight + transfer.batch.bytes > self.max_bytes_in_flight):
+                raise errors.BusyError(
+                    f"{self.bytes_in_flight} of at most {self.max_bytes_in_flight} bytes are in flight, {transfer.batch.bytes} "
+                    "more do not fit; await engine.room(nbytes) before"
+                )
             if deadline is not None and not (isinstance(deadline, (int, float)) and 0 < deadline < INFINITY):
                 raise errors.InvalidArgumentError(f"deadline must be a positive number of seconds, not {deadline!r}")
         except BaseException:
@@ -439,6 +447,7 @@ cdef class Core(Hub):
             self.n_bytes += transfer.batch.bytes
         elif answer == HXA_PENDING:
             self.in_flight += 1
+            self.bytes_in_flight += transfer.batch.bytes
             self._track(transfer)
             transfer.link.flights += 1
             transfer.moved = self.loop.time()
@@ -509,6 +518,38 @@ cdef class Core(Hub):
         waiter.core, waiter.control = self, True
         return waiter
 
+    # -- back-pressure
+
+    cdef bint _fits(self, uint64_t nbytes) noexcept:
+        cdef uint64_t taken = self.bytes_in_flight + self.promised
+        return self.max_bytes_in_flight == 0 or taken == 0 or taken + nbytes <= self.max_bytes_in_flight
+
+    def _room(self, uint64_t nbytes):
+        """What to await before `nbytes` more may be submitted, or None."""
+        if not self.crowd and self._fits(nbytes):
+            return None
+        waiter = self._waiter()
+        self.crowd.append((nbytes, waiter))
+        return waiter
+
+    cdef int _admit(self) except -1:
+        """Wakes those for whom there is room, in order.  What they may submit is theirs for this pass of the loop."""
+        while self.crowd:
+            nbytes, waiter = self.crowd[0]
+            if not waiter.done():
+                if not self.closed and not self._fits(nbytes):
+                    return 0
+                self.promised += <uint64_t>nbytes
+                # Before the wake-up: what a resumed task raises passes through it.
+                self.call_soon(self.call_soon, self._unpromise, nbytes)
+            self.crowd.popleft()
+            waiter._wake()
+        return 0
+
+    def _unpromise(self, uint64_t nbytes):
+        self.promised -= nbytes
+        self._admit()
+
     # -- flights
 
     cdef hxa_op *_control(self, Link link) except NULL:
@@ -566,6 +607,10 @@ cdef class Core(Hub):
             if transfer.link is not None:
                 transfer.link.flights -= 1
             transfer._unpin()
+            if not transfer.control:
+                self.bytes_in_flight -= transfer.batch.bytes
+                if self.crowd:
+                    self._admit()
             drains, transfer.drains = transfer.drains, None
             for drain in drains or ():
                 drain._one()
@@ -773,6 +818,8 @@ cdef class Core(Hub):
     def _refuse_work(self):
         """The first step of close (C7)."""
         self.closed = True
+        if self.crowd:
+            self._admit()
 
     def _all_drained(self):
         """Waits until every slot is released."""

@@ -36,6 +36,10 @@ cdef extern from *:
     ctypedef PySendResult (*sendfunc)(PyObject *, PyObject *, PyObject **) noexcept
     void hxa_set_am_send(object, sendfunc)
 
+# Seconds between two looks at the progress of a transfer.
+cdef double SHORTEST_LOOK = 0.0005
+cdef double LONGEST_LOOK = 0.05
+
 cdef object Task = asyncio.Task
 cdef tuple OUTCOMES = (TransferState.ACTIVE, TransferState.DONE, TransferState.FAILED, TransferState.CANCELLED)
 
@@ -209,6 +213,39 @@ cdef class Transfer:
             return self.link.driver.table.progress(self.link.link, &self.op)
         return self.op.bytes
 
+    async def at_least(self, nbytes):
+        """Waits until at least `nbytes` bytes have landed, as far as the driver can tell; how many, not which.
+
+        No driver says when, so it is asked: soon at first, then when that many are due at the rate so far.
+
+        :return: bytes that have landed.
+        :raises InvalidArgumentError: if it is no number of bytes in 0..`nbytes` of the transfer.
+        :raises TransferError: if the transfer fails before.
+        :raises CancelledError: if it is cancelled before.
+        """
+        if not isinstance(nbytes, int) or not 0 <= nbytes <= self.batch.bytes:
+            raise errors.InvalidArgumentError(f"nbytes must be in 0..{self.batch.bytes}, the size of it, not {nbytes!r}")
+        cdef double pause = SHORTEST_LOOK, now, before
+        cdef uint64_t landed, last = 0
+        before = self.core.loop.time()
+        while self.outcome == ACTIVE:
+            landed = self.progress()
+            if landed >= nbytes:
+                return landed
+            now = self.core.loop.time()
+            pause = (nbytes - landed) * (now - before) / (landed - last) if landed > last else 2 * pause
+            pause = min(max(pause, SHORTEST_LOOK), LONGEST_LOOK)
+            last, before = landed, now
+            waiter = self.core._waiter()
+            self.add_done_callback(waiter._wake)
+            timer = self.core.loop.call_later(pause, waiter._wake)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                self.remove_done_callback(waiter._wake)
+        return self.result()
+
     def drained(self):
         """Waits until nothing reads or writes the local memory any more, whatever the outcome was.
 
@@ -216,8 +253,8 @@ cdef class Transfer:
         """
         return self.core._drained_transfers([self])
 
-    def _wake(self):
-        """Ends a wait that `Core._waiter` began."""
+    def _wake(self, _=None):
+        """Ends a wait that `Core._waiter` began; may be a callback."""
         if self.outcome == ACTIVE:
             self._resolve(DONE, None)
 

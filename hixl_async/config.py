@@ -46,6 +46,9 @@ class EngineConfig:
     #: The most notifications of a peer, and the most completions, taken in one pass of the loop.
     notify_batch_size: int = 256
 
+    #: The most bytes of transfers in flight together; None: any.
+    max_bytes_in_flight: int | None = None
+
     def __post_init__(self) -> None:
         for name in ("stall", "connect_timeout", "close_timeout"):
             value = getattr(self, name)
@@ -63,6 +66,11 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
                 raise InvalidArgumentError(f"{name} must be a number of messages of at least 1, not {value!r}")
+        most = self.max_bytes_in_flight
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or not 1 <= most < 1 << 62):
+            raise InvalidArgumentError(
+                f"max_bytes_in_flight must be a number of bytes of at least 1, or None, not {most!r}"
+            )
         if not self.drivers:
             raise InvalidArgumentError("drivers is empty; name at least one, for example drivers=['shm']")
         for driver, options in self.drivers.items():

@@ -18,6 +18,7 @@ from ._link import EVENT_NOTE, Driver
 from ._memory import LocalMemory, Slice
 from ._transfer import Transfer
 from .calls import Handler
+from .coalescer import Coalescer
 from .config import Drivers, EngineConfig, parse_address
 from .connecting import Peers
 from .control import Identity, Listener
@@ -68,6 +69,8 @@ class Engine(Core):
     :param notification_limit: notifications kept per subscription, and for topics that nobody has subscribed to yet.
     :param notify_batch_size: the most notifications of a peer, and the most completions, that are taken in one pass of the
         loop before other tasks run; default ``HIXL_NOTIFY_BATCH_SIZE`` or 256.
+    :param max_bytes_in_flight: the most bytes of transfers in flight together; beyond it they are refused with `BusyError`, and
+        `room` waits.  One that is larger goes alone.  Default: no bound.
     :raises InvalidArgumentError: if a setting is malformed, or `address` is not loopback and there is no secret.
     """
 
@@ -85,6 +88,7 @@ class Engine(Core):
         close_timeout: float = 5.0,
         notification_limit: int = 4096,
         notify_batch_size: int | None = None,
+        max_bytes_in_flight: int | None = None,
     ) -> None:
         self.config = EngineConfig.build(
             address,
@@ -98,6 +102,7 @@ class Engine(Core):
             close_timeout=close_timeout,
             notification_limit=notification_limit,
             notify_batch_size=notify_batch_size,
+            max_bytes_in_flight=max_bytes_in_flight,
         )
         self._incarnation = secrets.token_hex(16)
         self._listener: Listener | None = None
@@ -130,7 +135,8 @@ class Engine(Core):
             raise ClosedError("this engine was opened before; make a new one")
         loop = asyncio.get_running_loop()
         try:
-            self._open(loop, self._on_event, self.config.stall, self.config.notify_batch_size)
+            config = self.config
+            self._open(loop, self._on_event, config.stall, config.notify_batch_size, config.max_bytes_in_flight or 0)
             self._topics = Topics(self, self.config.notification_limit)
             for name, options in self.config.drivers.items():
                 capsule, settings = drivers.resolve(name, options)
@@ -548,6 +554,30 @@ class Engine(Core):
         assert self._topics is not None
         return self._topics.subscribe(topic, limit)
 
+    async def room(self, nbytes: int = 0) -> None:
+        """Waits until `nbytes` more may be in flight, for engines with ``max_bytes_in_flight``; first come, first served.
+
+        What fits when it returns fits until the caller awaits something else::
+
+            await engine.room(len(data))
+            transfer = engine.write(data, remote)
+
+        :raises InvalidArgumentError: if it is no number of bytes.
+        :raises ClosedError: if the engine is closed meanwhile.
+        """
+        self._must_be_open()
+        if not isinstance(nbytes, int) or not 0 <= nbytes < 1 << 62:
+            raise InvalidArgumentError(f"nbytes must be a number of bytes, not {nbytes!r}")
+        waiter = self._room(nbytes)
+        if waiter is not None:
+            await waiter
+            self._must_be_open()
+
+    def coalesce(self) -> Coalescer:
+        """Many small copies sent as few batches: ``async with engine.coalesce() as few: few.write(a, b)``; see `Coalescer`."""
+        self._must_be_open()
+        return Coalescer(self)
+
     def group(self) -> Group:
         """Structured transfers: ``async with engine.group() as group: group.write(a, b)``; see `Group`."""
         self._must_be_open()
@@ -583,6 +613,7 @@ class Engine(Core):
             failed=failed,
             in_flight=self.in_flight,
             pinned=self.pinned,
+            bytes_in_flight=self.bytes_in_flight,
             regions=self.local_memories,
             remote_regions=self.remote_memories,
             peers=len(self._peers),

@@ -122,6 +122,8 @@ class EngineStats(NamedTuple):
     in_flight: int
     #: Gauge: slots whose local memory is still pinned by the driver (includes `in_flight`).
     pinned: int
+    #: Gauge: their bytes.
+    bytes_in_flight: int
     #: Gauge: local regions.
     regions: int
     #: Gauge: imported regions of peers.

@@ -32,7 +32,7 @@ LAYERS = (
     {"_core"},
     {"drivers"},
     {"feed", "messages"},
-    {"memory", "control", "notify", "group"},
+    {"memory", "control", "notify", "group", "coalescer"},
     {"calls", "sharing"},
     {"peer"},
     {"connecting"},
