@@ -6,9 +6,9 @@
  *
  * Threading rules
  *   T1  Every function of the table is called without the Python error indicator set, and a driver never calls Python.
- *   T2  The core calls `open`, `close`, the mem_*, link_*, `submit`, `cancel`, `progress` and `poll` of one instance from one
- *       thread, the thread of the event loop.  None of them may block longer than an inline copy of limits.inline_bytes;
- *       what takes longer answers HXA_PENDING and finishes on a thread of the driver.  `close` alone may wait, for threads.
+ *   T2  The core calls everything of one instance but `after_fork` and `error_text` from one thread, the thread of the event
+ *       loop.  Nothing may block longer than an inline copy of limits.inline_bytes; what takes longer answers HXA_PENDING and
+ *       finishes on a thread of the driver.  `close` alone may wait, for threads.
  *   T3  `sink->post` and `sink->event` may be called from any thread, also inside a call of the table; they never block and
  *       never call back into the driver.  Threads of a driver must not hold a lock over them that a call of T2 takes and
  *       waits for.

@@ -6,8 +6,12 @@ The driver is shared memory under a plan that delays, holds or fails these calls
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import subprocess
 import sys
+import textwrap
+import weakref
 from typing import Any
 
 import pytest
@@ -145,11 +149,26 @@ STUCK = """
 """
 
 
+async def test_open_that_is_cancelled_during_a_start_that_never_ends(loop_errors: list[Any]) -> None:
+    plan = FaultPlan(1).hold(verb="start")
+    engine = opened(plan, close_timeout=0.1)
+    opening = asyncio.create_task(engine.open())
+    await until(lambda: plan.holding)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    (context,) = loop_errors
+    assert "still held the memory of 1 transfers or calls" in context["message"]
+    loop_errors.clear()
+    assert engine.driver_stats()["shm"], "the driver was closed under its own call"
+    # What was leaked is given back here, for the balance of the tests.
+    plan.release()
+    await until(lambda: plan.counts.released == 1)
+    engine._drivers["shm"].close()
+
+
 @pytest.mark.parametrize(("verb", "buffer"), [("shutdown", "given back"), ("retire", "kept"), ("ready", "kept")])
 def test_c7_a_call_that_does_not_end_leaks_loudly(verb: str, buffer: str) -> None:
-    import subprocess
-    import textwrap
-
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(STUCK.format(verb=verb))],
         capture_output=True, text=True, timeout=50,
@@ -473,10 +492,19 @@ async def test_a_buffer_pins_the_region_that_it_lies_in() -> None:
         beside = pair.left.drained(memoryview(buffer)[20:30])
         await beside
         assert not drained.done()
+        closing = asyncio.create_task(region.aclose())
+        await asyncio.sleep(0)
+        with pytest.raises(BufferTypeError, match=r"engine\.register"):
+            pair.left.write(memoryview(buffer)[10:20], remote[0:10])  # it is closed, although it is still in use
         plan.release()
         await transfer
         await drained
+        await closing
         assert region.pins == 0
+        gone = weakref.ref(region)
+        del region, transfer, closing
+        gc.collect()
+        assert gone() is None, "something still refers to it"
 
 
 async def test_regions_that_overlap() -> None:

@@ -113,6 +113,14 @@ async def test_messages_before_and_after_the_connection_is_up() -> None:
         assert "closed here" in str(peer.error), "its driver's words cost it its good end"
 
 
+async def test_a_message_into_a_connection_that_broke() -> None:
+    here = FaultPlan(1)
+    async with talking(here, FaultPlan(2)) as pair:
+        pair.peer._connection.abort(PeerLostError("cut"))
+        here.say(b"into the void")
+        await until(lambda: pair.peer.state is PeerState.DOWN)
+
+
 # -- peers that mean no good
 
 
@@ -156,6 +164,42 @@ async def test_a_message_before_the_link_is_joined() -> None:
         other.say("driver", driver="shm", data=words(b"x"))
         with pytest.raises(Exception, match="which is not linked"):
             await connecting
+
+
+async def test_a_region_that_is_fetched_twice_while_it_becomes_ready() -> None:
+    plan = FaultPlan(1).hold(verb="ready")
+    async with Engine("127.0.0.1:0", drivers=faulty("shm", plan)) as engine:
+        region = engine.allocate("kv", 64, access="read")
+        async with puppet(engine.address) as other:
+            offer = await other.hear("region.up")
+            for call in range(3):
+                other.say("region.get", call=call, id=offer.body["id"])
+            for _ in range(2):
+                refusal = await other.hear("failure")
+                assert refusal.body["error"] == "BusyError"
+            plan.release()
+            assert (await other.hear("region.card")).body["call"] == 0
+            assert region.pins == 1
+
+
+async def test_who_gives_up_a_region_before_it_is_ready_is_given_nothing() -> None:
+    plan = FaultPlan(1).hold(verb="ready")
+    async with Engine("127.0.0.1:0", drivers=faulty("shm", plan)) as engine:
+        region = engine.allocate("kv", 64, access="read")
+        async with puppet(engine.address) as other:
+            offer = await other.hear("region.up")
+            other.say("region.get", call=1, id=offer.body["id"])
+            other.say("region.gone", id=offer.body["id"])
+            other.say("call", call=7, service="hixl.ping", body={})
+            await other.hear("answer")
+            plan.release()
+            await region.ready()
+            other.say("call", call=8, service="hixl.ping", body={})
+            await other.hear("answer")
+            assert not other.heard("region.card")
+            assert region.pins == 0
+            other.say("region.get", call=2, id=offer.body["id"])
+            assert (await other.hear("region.card")).body["call"] == 2
 
 
 async def test_descriptors_with_a_message() -> None:
