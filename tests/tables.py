@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,26 @@ _capsule_of.restype, _capsule_of.argtypes = ctypes.py_object, (ctypes.c_void_p, 
 _kept: list[Any] = []
 
 
-def table(name: str, *, lacks: tuple[str, ...] = (), size: int | None = None, rest: bytes = b"") -> Any:
+def table(
+    name: str,
+    *,
+    lacks: tuple[str, ...] = (),
+    size: int | None = None,
+    rest: bytes = b"",
+    **members: Callable[..., Any],
+) -> Any:
     """A copy of the table of driver `name`.
 
     :param lacks: capabilities that it does not have, by their names in ``vtable.CAPS``.
     :param size: what it says of its own size, as an older one does.
     :param rest: what lies in memory behind that size.
+    :param members: functions that take the place of its own.
     """
     made = vt.CDriver.from_buffer_copy(vt.CDriver.from_address(_pointer_of(drivers.load(name), CAPSULE)))
     for cap in lacks:
         made.caps &= ~(1 << vt.CAPS.index(cap))
+    for member, function in members.items():
+        setattr(made, member, type(getattr(made, member))(function))
     if size is not None:
         made.size = size
         ctypes.memmove(ctypes.addressof(made) + size, rest, min(len(rest), ctypes.sizeof(made) - size))

@@ -26,6 +26,7 @@ from hixl_async import (
     InvalidArgumentError,
     TransferState,
     TransferTimeoutError,
+    drivers,
 )
 from hixl_async.testing import FaultPlan, engine_pair, faulty, until
 
@@ -310,8 +311,8 @@ async def test_memory_that_cannot_be_registered(caplog: pytest.LogCaptureFixture
 
 async def test_another_driver_takes_over_for_one_that_cannot_register() -> None:
     plan = FaultPlan(1).fail("nomem", verb="ready", nth=1)
-    drivers: Any = {"shm": {}, "faulty": {"driver": table("shm")}}
-    async with engine_pair(drivers, other={**faulty("shm", plan), "faulty": {"driver": table("shm")}}) as pair:
+    both: Any = {"shm": {}, "faulty": {"driver": table("shm")}}
+    async with engine_pair(both, other={**faulty("shm", plan), "faulty": {"driver": table("shm")}}) as pair:
         pair.right.allocate("kv", 64, access="write")
         remote = await pair.peer.region("kv")
         assert pair.peer.route(remote).startswith("faulty: ")
@@ -405,15 +406,21 @@ async def test_cancelling_costs_no_link_until_nothing_moves() -> None:
         assert pair.left.stats().in_flight == pair.left.stats().pinned == 0
 
 
-async def test_what_can_be_cancelled_is_not_abandoned(world: World) -> None:
-    world.plan.late(nth=1)
-    transfer = world.write(deadline=0.01)
-    with pytest.raises(TransferTimeoutError):
-        await transfer
-    assert world.plan.holding == 1
-    world.plan.release()
-    await transfer.drained()
-    assert world.plan.counts.landed_late == 1
+async def test_what_can_be_cancelled_is_not_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    load = drivers.load
+    faulty_table = table("faulty", abandon=lambda link, op: asked.append(1) or -vt.UNSUPPORTED)
+    monkeypatch.setattr(drivers, "load", lambda name: faulty_table if name == "faulty" else load(name))
+    plan = FaultPlan(1).late(nth=1).stuck(nth=2)
+    async with engine_pair(faulty("shm", plan)) as pair:
+        _, remote = await pair.region("there", 64)
+        for calls in (0, 1):
+            transfer = pair.left.write(bytes(8), remote[0:8], deadline=0.01)
+            with pytest.raises(TransferTimeoutError):
+                await transfer
+            assert len(asked) == calls, "cancelling was enough" if calls == 0 else "nobody told the driver"
+            plan.release()
+            await transfer.drained()
 
 
 # -- tables
@@ -422,8 +429,8 @@ async def test_what_can_be_cancelled_is_not_abandoned(world: World) -> None:
 async def test_a_table_of_the_older_interface_works() -> None:
     # What lies behind it in memory is somebody else's, and no function.
     old = table("shm", size=vt.CDriver.start.offset, rest=b"\xff" * 256)
-    drivers: Any = {"faulty": {"driver": old}}
-    async with engine_pair(drivers, other=drivers) as pair:
+    both: Any = {"faulty": {"driver": old}}
+    async with engine_pair(both, other=both) as pair:
         region, remote = await pair.region("kv", 64)
         await pair.left.write(b"x" * 64, remote)
         assert bytes(memoryview(region)) == b"x" * 64
@@ -432,8 +439,6 @@ async def test_a_table_of_the_older_interface_works() -> None:
 
 @pytest.mark.parametrize(("size", "fits"), [(0, True), (-8, False)])
 async def test_tables_that_are_too_short_are_refused(monkeypatch: pytest.MonkeyPatch, size: int, fits: bool) -> None:
-    from hixl_async import drivers
-
     old = table("shm", size=vt.CDriver.start.offset + size, rest=b"\xff" * 256)
     monkeypatch.setattr(drivers, "load", lambda name: old)
     engine = Engine()
@@ -526,12 +531,12 @@ async def test_regions_that_overlap() -> None:
 
 
 async def test_a_region_that_the_driver_does_not_know() -> None:
-    drivers: Any = {"shm": {}, "faulty": {"driver": table("shm", lacks=("LOCAL_ANY", "REGISTER"))}}
+    both: Any = {"shm": {}, "faulty": {"driver": table("shm", lacks=("LOCAL_ANY", "REGISTER"))}}
     plain: Any = {"faulty": {}}
     plain["faulty"]["driver"] = table("shm")
     from hixl_async import Batch
 
-    async with engine_pair(drivers, other=plain) as pair:
+    async with engine_pair(both, other=plain) as pair:
         _, remote = await pair.region("there", 64)
         here = pair.left.allocate("here", 64)
         for call in (
