@@ -7,18 +7,27 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-if not str(torch.__version__).startswith("2.13."):
-    pytest.skip("the stand-in for a device knows torch 2.13 alone", allow_module_level=True)
+from hixl_async import Batch, BufferTypeError, DriverError, Engine, RangeError, kv
+from hixl_async.kv.ready import predicate
+from hixl_async.testing import engine_pair, until
+from tests.hixlsim.build import build
 
-from hixl_async import Batch, BufferTypeError, DriverError, Engine, RangeError, kv  # noqa: E402
-from hixl_async.kv.ready import predicate  # noqa: E402
-from hixl_async.testing import engine_pair, until  # noqa: E402
-from tests.hixlsim.build import build  # noqa: E402
+# Brought by the fixture, so that a run of other tests does not load torch.
+torch: Any
+Event: Any
+Tensor: Any
 
-from .standin import Event, Tensor, install  # noqa: E402
 
-install()
+@pytest.fixture(scope="module", autouse=True)
+def _device() -> None:
+    global torch, Event, Tensor
+    torch = pytest.importorskip("torch")
+    if not str(torch.__version__).startswith("2.13."):
+        pytest.skip("the stand-in for a device knows torch 2.13 alone")
+    from . import standin
+
+    standin.install()
+    Event, Tensor = standin.Event, standin.Tensor
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +35,9 @@ def drivers() -> Any:
     return {"hixl": {"library": str(build())}}
 
 
-def tensor(*shape: int, dtype: Any = torch.bfloat16) -> Tensor:
-    return Tensor(torch.arange(torch.Size(shape).numel(), dtype=torch.float32).to(dtype).reshape(shape))
+def tensor(*shape: int, dtype: str = "bfloat16") -> Any:
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
+    return Tensor(whole.to(getattr(torch, dtype)).reshape(shape))
 
 
 async def test_a_tensor_on_the_device_moves_both_ways(drivers: Any) -> None:
@@ -51,7 +61,7 @@ async def test_lists_of_device_and_host_memory(drivers: Any) -> None:
     async with engine_pair(drivers, other=drivers) as pair:
         there = pair.right.register("there", Tensor(torch.zeros(4096, dtype=torch.uint8)), access="read-write")
         remote = await pair.peer.region("there")
-        ours = tensor(1024, dtype=torch.uint8)
+        ours = tensor(1024, dtype="uint8")
         device, host = pair.left.register("device", ours), pair.left.allocate("host", 1024)
         memoryview(host)[:] = b"h" * 1024
         batch = Batch("write", [(device[0:1024], remote[0:1024]), (host[0:1024], remote[1024:2048])])
