@@ -39,6 +39,8 @@ cdef class Core(Hub):
     cdef int _own(self, LocalMemory memory, char *address, uint64_t size, uint32_t rights) except -1
     cdef int _launch(self, Transfer transfer, object notify, object signal, object deadline, object priority) except -1
     cdef int _track(self, Transfer transfer) except -1
+    cdef int _fly(self, Transfer transfer, object deadline) except -1
+    cdef int _fly_on_device(self, Transfer transfer, object deadline) except -1
     cdef int _settle(self, hxa_op *op) except -1
     cdef bint _fits(self, uint64_t nbytes) noexcept
     cdef int _admit(self) except -1

@@ -318,7 +318,9 @@ cdef class Core(Hub):
         cdef bint anywhere = link.driver.capabilities & HXA_CAP_LOCAL_ANY
         if not PyObject_CheckBuffer(local):
             transfer.desc.loff, size, owner, device = self._address_of(local, verb == HXA_READ)
-            if anywhere and not device:
+            if anywhere and device and link.driver.table.mem_borrow != NULL:
+                transfer.local, transfer.device = owner, owner
+            elif anywhere and not device:
                 transfer.local = owner
             else:
                 self._find_place(transfer, local, size, link.driver, device)
@@ -428,6 +430,10 @@ cdef class Core(Hub):
         transfer.op.owner = <void *>transfer
         transfer.op.failed = -1
         transfer.cost = 1
+        if transfer.device is not None:
+            self._fly_on_device(transfer, deadline)
+            self.n_transfers += 1
+            return 0
         if transfer.batch.bytes <= SMALL_BYTES:
             answer = driver.table.submit(link, &transfer.batch, &transfer.op)
         else:
@@ -446,21 +452,39 @@ cdef class Core(Hub):
             self.n_inline += 1
             self.n_bytes += transfer.batch.bytes
         elif answer == HXA_PENDING:
-            self.in_flight += 1
-            self.bytes_in_flight += transfer.batch.bytes
-            self._track(transfer)
-            transfer.link.flights += 1
-            transfer.moved = self.loop.time()
-            if deadline is not None:
-                transfer.timer = self.loop.call_later(deadline, transfer._expire, deadline)
-            if self.watchdog is None:
-                self.watchdog = self.loop.call_later(self.stall / 8, self._watch)
+            self._fly(transfer, deadline)
         else:
             index = _failed_row(transfer)
             transfer._unpin()
             raise driver_error(driver, -answer, transfer.op.native, repr(transfer), transfer.link.peer, index)
         self.n_transfers += 1
         return 0
+
+    cdef int _fly(self, Transfer transfer, object deadline) except -1:
+        """Accepted, and not over yet."""
+        self.in_flight += 1
+        self.bytes_in_flight += transfer.batch.bytes
+        self._track(transfer)
+        transfer.link.flights += 1
+        transfer.moved = self.loop.time()
+        if deadline is not None:
+            transfer.timer = self.loop.call_later(deadline, transfer._expire, deadline)
+        if self.watchdog is None:
+            self.watchdog = self.loop.call_later(self.stall / 8, self._watch)
+        return 0
+
+    cdef int _fly_on_device(self, Transfer transfer, object deadline) except -1:
+        """A device's own engine copies; see `DeviceCopies`."""
+        try:
+            self._begin_on_device(transfer)
+        except BaseException:
+            transfer.device = None
+            transfer._unpin()
+            raise
+        return self._fly(transfer, deadline)
+
+    def _begin_on_device(self, Transfer transfer):
+        raise errors.BufferTypeError("memory of a device cannot be used here")
 
     cdef int _attach_note(self, Transfer transfer, Driver driver, object notify) except -1:
         if driver.capabilities & HXA_CAP_NOTIFY == 0:
@@ -736,7 +760,7 @@ cdef class Core(Hub):
             if transfer.outcome != ACTIVE and not transfer._abandonable():
                 continue
             waiting = True
-            landed = transfer.link.driver.table.progress(transfer.link.link, &transfer.op)
+            landed = transfer._moved()
             if landed != transfer.landed:
                 transfer.landed, transfer.moved = landed, now
             elif now - transfer.moved >= self.stall:

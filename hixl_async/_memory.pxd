@@ -47,6 +47,7 @@ cdef class Places:
 
 cdef class RemoteMemory(Memory):
     cdef readonly Link link
+    cdef object farewell              # called before a mapping that a device knows goes away
 
 
 cdef class Slice:

@@ -267,6 +267,8 @@ cdef class RemoteMemory(Memory):
     cdef int _release(self) except -1:
         cdef Driver driver = self.link.driver
         if self.mems[driver.index] != NULL:
+            if self.farewell is not None:
+                self.farewell()
             driver.table.mem_release(self.mems[driver.index])
             self.mems[driver.index] = NULL
             self.core.remote_memories -= 1

@@ -31,6 +31,8 @@ cdef class Transfer:
     cdef Memory remote                # pins the remote side of a batch of one
     cdef Memory signal                # pins the memory of the signal word
     cdef Py_buffer view               # pins a plain local buffer; view.obj is NULL otherwise
+    cdef object device                # what tells when a device has copied by itself; None: the driver does it
+    cdef hxa_batch *tail              # of such a transfer: what the driver sends after the data, or NULL
     cdef object topic, note           # bytes that the batch points to
     cdef int outcome                  # ACTIVE, DONE, FAILED, CANCELLED
     cdef int cost                     # of awaiting it, once it is done (C8)
@@ -51,6 +53,7 @@ cdef class Transfer:
 
     cdef int _resolve(self, int outcome, object exc) except -1
     cdef int _unpin(self) except -1
+    cdef uint64_t _moved(self)
     cdef bint _stop(self) except -1
     cdef bint _abandonable(self) noexcept
     cdef object _failure(self)

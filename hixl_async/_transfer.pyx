@@ -2,6 +2,7 @@
 
 cimport cython
 from cpython.buffer cimport PyBuffer_Release
+from cpython.mem cimport PyMem_Free
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 
@@ -77,6 +78,9 @@ cdef class Transfer:
     Its result is the number of bytes moved.  It began when it was called; awaiting only waits.  After a failure or a
     cancellation the contents of the target range are undefined, and the local memory stays pinned until `drained`.
     """
+
+    def __dealloc__(self):
+        PyMem_Free(self.tail)
 
     def __init__(self):
         raise TypeError("a transfer is made by engine.read, engine.write or engine.submit")
@@ -210,8 +214,15 @@ cdef class Transfer:
     def progress(self):
         """Bytes that have landed so far, as far as the driver can tell."""
         if self.outcome == ACTIVE and self.flying and self.link is not None and self.link.link != NULL:
-            return self.link.driver.table.progress(self.link.link, &self.op)
+            return self._moved()
         return self.op.bytes
+
+    cdef uint64_t _moved(self):
+        if self.device is not None:
+            return 0
+        if self.tail != NULL:
+            return self.batch.bytes
+        return self.link.driver.table.progress(self.link.link, &self.op)
 
     async def at_least(self, nbytes):
         """Waits until at least `nbytes` bytes have landed, as far as the driver can tell; how many, not which.
@@ -291,7 +302,7 @@ cdef class Transfer:
     cdef bint _stop(self) except -1:
         """Asks the driver to give up, and answers whether it will; what that means for the memory comes with the release."""
         cdef const hxa_driver *table
-        if self.flying and self.link is not None and self.link.link != NULL:
+        if self.flying and self.device is None and self.link is not None and self.link.link != NULL:
             table = self.link.driver.table
             if table.cancel != NULL:
                 return table.cancel(self.link.link, &self.op)
@@ -299,7 +310,8 @@ cdef class Transfer:
 
     cdef bint _abandonable(self) noexcept:
         """Whether the driver can be made to give the memory back in bounded time, and was not told to yet."""
-        return self.flying and not self.abandoned and self.link.link != NULL and self.link.driver.table.abandon != NULL
+        return (self.flying and not self.abandoned and self.device is None and self.link.link != NULL
+                and self.link.driver.table.abandon != NULL)
 
     def _expire(self, double seconds):
         """The explicit deadline passed."""

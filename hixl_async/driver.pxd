@@ -174,3 +174,5 @@ cdef extern from "hxa_driver.h" nogil:
         int (*abandon)(hxa_link *link, hxa_op *op) noexcept nogil
         int (*link_pace)(hxa_link *link, uint64_t bytes_per_second) noexcept nogil
         const char *(*about)(hxa_instance *self) noexcept nogil
+        int (*mem_borrow)(hxa_link *link, hxa_mem *mem, void **address) noexcept nogil
+        void (*mem_return)(hxa_link *link, hxa_mem *mem) noexcept nogil

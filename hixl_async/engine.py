@@ -12,8 +12,9 @@ from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from . import _link, drivers
+from . import _link, device, drivers
 from ._core import Core
+from ._device import DeviceCopies
 from ._link import EVENT_NOTE, Driver
 from ._memory import LocalMemory, Slice
 from ._transfer import Transfer
@@ -112,6 +113,7 @@ class Engine(Core):
         self._names: dict[str, Region] = {}
         self._numbers: dict[int, Region] = {}
         self._peers = Peers(self)
+        self._device_copies = DeviceCopies(self, device.pin, device.copy)
         self._next_number = 1
         self._services: dict[str, Handler] = {"hixl.ping": _pong}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -455,6 +457,9 @@ class Engine(Core):
 
     def _regions(self) -> list[Region]:
         return list(self._numbers.values())
+
+    def _begin_on_device(self, transfer: Transfer) -> None:
+        self._device_copies.begin(transfer)
 
     def _address_of(self, local: Any, writable: bool) -> Operand:
         return operand(local, writable)

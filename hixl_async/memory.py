@@ -179,7 +179,7 @@ def operand(obj: Any, writable: bool) -> Operand:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(obj, torch.Tensor):
         device = obj.device.type
-        if device not in ("cpu", "npu", torch._C._get_privateuse1_backend_name()):
+        if device not in ("cpu", "cuda", "npu", torch._C._get_privateuse1_backend_name()):
             raise BufferTypeError(f"a tensor on {obj.device} cannot be used by any driver; copy it to the CPU first")
         if not obj.is_contiguous():
             raise BufferTypeError("the tensor is not contiguous; pass tensor.contiguous()")

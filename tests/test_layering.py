@@ -23,13 +23,14 @@ PACKAGE = ROOT / "hixl_async"
 
 #: From the bottom up.  A module imports from lower rows, and from the folder it is in.
 LAYERS = (
-    {"errors", "types", "probes"},
+    {"errors", "types", "probes", "device"},
     {"config"},
     {"_link"},
     {"_memory"},
     {"_batch"},
     {"_transfer"},
     {"_core"},
+    {"_device"},
     {"drivers"},
     {"feed", "messages"},
     {"memory", "control", "notify", "group", "coalescer"},

@@ -235,6 +235,11 @@ typedef struct hxa_driver {
     /* What people want to know of this instance and what it runs on, lines of "name: text", valid until the next call; also
      * before start; may be NULL. */
     const char *(*about)(hxa_instance *self);
+
+    /* The mapped address of imported memory, for a device that copies to it, and from it, by itself; the link is neither fenced
+     * nor stopped before it is given back.  DONE or a refusal; may be NULL. */
+    int (*mem_borrow)(hxa_link *link, hxa_mem *mem, void **address);
+    void (*mem_return)(hxa_link *link, hxa_mem *mem);
 } hxa_driver;
 
 /* The least that `size` may be: all that drivers had before the table grew. */

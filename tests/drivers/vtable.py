@@ -158,9 +158,13 @@ FUNCTIONS: dict[str, Any] = {
     "abandon": (c.c_int, HANDLE, OP),
     "link_pace": (c.c_int, HANDLE, c.c_uint64),
     "about": (c.c_char_p, HANDLE),
+    "mem_borrow": (c.c_int, HANDLE, HANDLE, OUT),
+    "mem_return": (None, HANDLE, HANDLE),
 }
 #: What the table has grown by: not every driver needs it.
-OPTIONAL = ("start", "shutdown", "mem_ready", "mem_retire", "message", "abandon", "link_pace", "about")
+OPTIONAL = (
+    "start", "shutdown", "mem_ready", "mem_retire", "message", "abandon", "link_pace", "about", "mem_borrow", "mem_return",
+)  # fmt: skip
 
 
 class CDriver(c.Structure):

@@ -245,6 +245,21 @@ void shm_link_leave(hxa_link *link) {
     if (shm_sub_sc(&link->flight, 1u) == 1 && shm_load_sc(&link->fenced) == 1) say_fenced(link);
 }
 
+/* A device copies to mapped memory and from it, as a copy thread would. */
+int shm_mem_borrow(hxa_link *link, hxa_mem *mem, void **address) {
+    if (mem->link != link || mem->kind != SHM_MAPPED) return -HXA_E_UNSUPPORTED;
+    if (!shm_link_enter(link)) return -HXA_E_LINK;
+    shm_add_sc(&link->refs, 1u);
+    *address = mem->base;
+    return HXA_DONE;
+}
+
+void shm_mem_return(hxa_link *link, hxa_mem *mem) {
+    (void)mem;
+    shm_link_leave(link);
+    shm_link_unref(link);
+}
+
 /* The loop: does the peer want us out of its memory?  Inline copies are not running now, this is their thread. */
 static void answer_fence(hxa_link *link) {
     if (shm_load(&link->fenced) == 0) {

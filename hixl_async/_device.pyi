@@ -1,0 +1,17 @@
+# The types of _device.pyx; see _link.pyi.
+
+from collections.abc import Callable
+from typing import Any, final
+
+from ._core import Core
+from ._transfer import Transfer
+
+@final
+class DeviceCopies:
+    def __init__(
+        self,
+        core: Core,
+        pin: Callable[[Any, int, int], Callable[[], object] | None],
+        copy: Callable[[Any, int, int, bool], Any],
+    ) -> None: ...
+    def begin(self, transfer: Transfer) -> None: ...

@@ -1,0 +1,257 @@
+"""Transfers whose local side lies on a device that copies by itself: what it does is made up here, all else is real."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from hixl_async import BufferTypeError, Engine, PeerLostError, TransferError, TransferTimeoutError
+from hixl_async._device import DeviceCopies
+from hixl_async.memory import Operand
+from hixl_async.testing import EnginePair, engine_pair, until
+
+SIZE = 4096
+
+
+class Tensor:
+    """Bytes on the device."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = bytearray(data)
+
+
+class Event:
+    """Of one copy, which happens when the test says so."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.run = run
+        self.done = False
+        self.error: Exception | None = None
+
+    def finish(self) -> None:
+        self.run()
+        self.done = True
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+
+class Device:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.pinned: list[tuple[int, int]] = []
+        self.refusal: Exception | None = None
+
+    def pin(self, tensor: Tensor, address: int, nbytes: int) -> Callable[[], object]:
+        self.pinned.append((address, nbytes))
+        return lambda: self.pinned.remove((address, nbytes))
+
+    def copy(self, tensor: Tensor, address: int, nbytes: int, to_device: bool) -> Event:
+        if self.refusal is not None:
+            raise self.refusal
+        assert nbytes == len(tensor.data)
+        host = (ctypes.c_char * nbytes).from_address(address)
+
+        def run() -> None:
+            if to_device:
+                tensor.data[:] = host.raw
+            else:
+                host.raw = bytes(tensor.data)
+
+        self.events.append(Event(run))
+        return self.events[-1]
+
+    def serve(self, engine: Engine) -> None:
+        """From now on the engine takes tensors of this device."""
+        ordinary = engine._address_of
+
+        def address_of(local: Any, writable: bool) -> Operand:
+            return Operand(1, len(local.data), local, True) if isinstance(local, Tensor) else ordinary(local, writable)
+
+        engine._address_of = address_of  # type: ignore[method-assign]
+        engine._device_copies = DeviceCopies(engine, self.pin, self.copy)
+
+
+class Scene:
+    def __init__(self, pair: EnginePair, device: Device, region: Any, remote: Any) -> None:
+        self.pair, self.device, self.region, self.remote = pair, device, region, remote
+        self.engine: Engine = pair.left
+
+    def landed(self, size: int = 5) -> bytes:
+        return bytes(memoryview(self.region)[:size])
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    device = Device()
+    async with engine_pair(close_timeout=2.0) as pair:
+        device.serve(pair.left)
+        yield Scene(pair, device, *(await pair.region("kv", SIZE)))
+        for event in device.events:
+            event.done = True
+        await until(lambda: pair.left.stats().pinned == 0)
+    assert device.pinned == []
+
+
+async def settle(seconds: float = 0.01) -> None:
+    await asyncio.sleep(seconds)
+
+
+async def test_write(scene: Scene) -> None:
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
+    await settle()
+    assert not transfer.done()
+    assert transfer.progress() == 0
+    assert (scene.engine.stats().in_flight, scene.engine.stats().bytes_in_flight) == (1, 5)
+    scene.device.events[0].finish()
+    assert await transfer == 5
+    assert transfer.progress() == 5
+    assert scene.landed() == b"hello"
+    assert scene.engine.stats().pinned == 0
+
+
+async def test_read(scene: Scene) -> None:
+    memoryview(scene.region)[100:105] = b"there"
+    tensor = Tensor(bytes(5))
+    transfer = scene.engine.read(tensor, scene.remote[100:105])
+    scene.device.events[0].finish()
+    assert await transfer == 5
+    assert tensor.data == b"there"
+
+
+async def test_a_notification_follows_the_data(scene: Scene) -> None:
+    notes = scene.pair.right.notifications("t")
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], notify=("t", b"done"))
+    await settle()
+    assert notes.get_nowait() is None
+    scene.device.events[0].finish()
+    assert (await notes.get()).payload == b"done"
+    assert scene.landed() == b"hello"
+    assert await transfer == 5
+
+
+async def test_a_signal_follows_the_data(scene: Scene) -> None:
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], signal=(scene.remote[8:16], 7))
+    await settle()
+    assert scene.landed(16) == bytes(16)
+    scene.device.events[0].finish()
+    assert await transfer == 5
+    assert scene.landed(16) == b"hello" + bytes(3) + (7).to_bytes(8, "little")
+
+
+async def test_events_may_finish_in_any_order(scene: Scene) -> None:
+    transfers = [scene.engine.write(Tensor(bytes([i + 1])), scene.remote[i : i + 1]) for i in range(5)]
+    for i in (3, 0, 4, 1, 2):
+        scene.device.events[i].finish()
+        assert await transfers[i] == 1
+    assert scene.landed() == bytes([1, 2, 3, 4, 5])
+
+
+async def test_cancelling_ends_the_wait_and_not_the_pin(scene: Scene) -> None:
+    notes = scene.pair.right.notifications("t")
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], notify=("t", b""))
+    assert transfer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    drained = asyncio.ensure_future(transfer.drained())
+    await settle()
+    assert not drained.done()
+    assert scene.engine.stats().pinned == 1
+    scene.device.events[0].finish()
+    await drained
+    await settle()
+    assert notes.get_nowait() is None, "what was cancelled in time sends no notification"
+
+
+async def test_a_deadline(scene: Scene) -> None:
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], deadline=0.02)
+    with pytest.raises(TransferTimeoutError):
+        await transfer
+    assert scene.engine.stats().pinned == 1
+    assert await scene.engine.write(b"other", scene.remote[8:13]) == 5
+    scene.device.events[0].finish()
+    await transfer.drained()
+
+
+async def test_the_device_fails(scene: Scene) -> None:
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], notify=("t", b""))
+    scene.device.events[0].error = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(TransferError, match="illegal memory access") as caught:
+        await transfer
+    assert caught.value.peer == "right"
+    await transfer.drained()
+
+
+async def test_the_device_refuses(scene: Scene) -> None:
+    scene.device.refusal = RuntimeError("out of memory")
+    with pytest.raises(TransferError, match="refused.*out of memory"):
+        scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
+    assert scene.engine.stats().pinned == 0
+    scene.device.refusal = None
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
+    scene.device.events[0].finish()
+    assert await transfer == 5
+
+
+async def test_memory_that_no_device_can_reach(scene: Scene) -> None:
+    scene.pair.right.register("registered", bytearray(64), access="write")
+    remote = await scene.pair.peer.region("registered")
+    with pytest.raises(BufferTypeError, match="registered.*CPU"):
+        scene.engine.write(Tensor(b"hello"), remote[0:5])
+    assert scene.engine.stats().pinned == 0
+
+
+async def test_a_region_is_not_given_back_under_a_copy(scene: Scene) -> None:
+    """Its owner's word that it is closed waits for us, as it does for copies of our own threads."""
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
+    closing = asyncio.ensure_future(scene.region.aclose())
+    await settle(0.05)
+    assert not closing.done()
+    assert scene.region.pins
+    scene.device.events[0].finish()
+    await closing
+    assert await transfer == 5
+    assert not scene.region.pins
+
+
+async def test_a_peer_is_not_left_under_a_copy(scene: Scene) -> None:
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], notify=("t", b""))
+    notes = scene.pair.right.notifications("t")
+    closing = asyncio.ensure_future(scene.pair.peer.aclose())
+    await settle(0.05)
+    assert scene.engine.stats().pinned
+    scene.device.events[0].finish()
+    await closing
+    assert await transfer == 5
+    assert (await notes.get()).payload == b""
+    assert scene.engine.stats().remote_regions == 0
+
+
+async def test_a_mapping_is_pinned_once(scene: Scene) -> None:
+    for _ in range(3):
+        transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
+        scene.device.events[-1].finish()
+        await transfer
+    assert [size for _, size in scene.device.pinned] == [SIZE]
+    await scene.region.aclose()
+    await until(lambda: not scene.device.pinned)
+
+
+async def test_a_peer_that_is_lost_under_a_copy(scene: Scene) -> None:
+    """Its memory stays mapped until the device is done with it."""
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], notify=("t", b""))
+    await scene.pair.right.aclose()
+    await until(lambda: not scene.engine.peers)
+    assert scene.engine.stats().remote_regions == 1
+    assert scene.device.pinned
+    scene.device.events[0].finish()
+    with pytest.raises(PeerLostError):
+        await transfer
+    await until(lambda: scene.engine.stats().remote_regions == 0)
+    assert not scene.device.pinned
