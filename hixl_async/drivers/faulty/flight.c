@@ -478,6 +478,7 @@ uint64_t faulty_progress(hxa_link *link, const hxa_op *op) {
     if (flight != NULL && flight->stage == FAULTY_WAITING && flight->fate.bandwidth != 0 && flight->leg == 0 && !flight->held) {
         /* A paced link is slow, not stalled: its bytes trickle. */
         const uint64_t now = faulty_now();
+        moved = flight->batch->bytes;  /* all of it, where only the loop is late */
         if (now < flight->end)
             moved = (uint64_t)((double)flight->batch->bytes * (double)(now - flight->begun) / (double)(flight->end - flight->begun));
     }
