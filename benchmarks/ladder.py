@@ -23,7 +23,7 @@ The JSON (schema 1)::
     versions      python, hixl_async, uvloop, numpy, cython; null: not installed
     driver        the driver that carried the transfers
     figures       a list of:
-        part         "range" | "list" | "post" | "flight" | "rate" | "notify" | "stall" | "touch" | "idle"
+        part         "range" | "list" | "post" | "flight" | "rate" | "notify" | "stall" | "touch" | "idle" | "device"
         loop         "asyncio" | "uvloop"
         case         what distinguishes figures of one part: "hot", "cold", ...
         rung         "copy" | "driver" | "core" | "ready" | "fresh" for ranges; others name theirs
@@ -53,6 +53,7 @@ from rig import table
 from rig.build import BuildError, build
 from rig.command import add_json_choice, add_loop_choice, loops, publish
 from rig.copies import measure_flight, measure_list, measure_post, measure_range, measure_rate
+from rig.device import measure_device
 from rig.figure import Figure
 from rig.machine import heading, preamble
 from rig.pair import Pair, open_pair, run_loop
@@ -70,6 +71,7 @@ PARTS: dict[str, Callable[[Pair, str, Plan], AsyncIterator[Figure]]] = {
     "stall": measure_stall,
     "touch": measure_touch,
     "idle": measure_idle,
+    "device": measure_device,
 }
 
 UNITS = {"b": 1, "kib": 1 << 10, "k": 1 << 10, "mib": 1 << 20, "m": 1 << 20, "gib": 1 << 30, "g": 1 << 30}

@@ -29,6 +29,7 @@ TITLES = {
     "stall": "The longest gap of a 1 ms ticker on the loop",
     "touch": "Memory that nobody has touched",
     "idle": "CPU time of an idle engine",
+    "device": "A GPU's memory as the local side",
 }
 
 

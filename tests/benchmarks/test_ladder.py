@@ -58,7 +58,7 @@ def test_every_part_in_json_and_for_people(cache: Path, tmp_path: Path) -> None:
     figures = report["figures"]
     for figure in figures:
         check_figure(figure)
-    assert {figure["part"] for figure in figures} == {
+    assert {figure["part"] for figure in figures} - {"device"} == {
         *("range", "list", "post", "flight", "rate", "notify", "stall", "touch", "idle")
     }
     ranges = [(f["verb"], f["bytes"], f["rung"]) for f in figures if f["part"] == "range"]
@@ -67,6 +67,14 @@ def test_every_part_in_json_and_for_people(cache: Path, tmp_path: Path) -> None:
     # For people: each figure of a range stands beside its ratio.
     row = next(line for line in done.stdout.splitlines() if line.startswith("  1 MiB"))
     assert row.count(" x") == len(rungs) - 1
+
+
+def test_what_is_skipped_says_why(cache: Path) -> None:
+    """Without a GPU that torch sees; with one the figures are there."""
+    done = ladder(cache, "--quick", "--loop=asyncio", "--parts", "device", "--sizes", "64", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert bool(figures) is not ("skipped: torch" in done.stderr)
 
 
 def test_standard_output_is_json_alone(cache: Path) -> None:

@@ -1,0 +1,67 @@
+"""A GPU's memory as the local side, where torch sees a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from time import perf_counter_ns
+from typing import Any, Literal
+
+from rig.blocks import Rung, interleave
+from rig.figure import Figure, compare
+from rig.pair import Pair
+from rig.plan import Plan
+
+__all__ = ["measure_device"]
+
+SIZES = (4 << 10, 1 << 20, 16 << 20)
+
+
+async def measure_device(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
+    """Tensors of a GPU to and from the peer's region, beside torch's own copy over the same mapped pages."""
+    if find_spec("torch") is None:
+        print("  skipped: torch is not installed", file=sys.stderr)
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        print("  skipped: torch sees no GPU", file=sys.stderr)
+        return
+    pages = (ctypes.c_uint8 * len(pair.remote)).from_address(pair.mapped)
+    mapped = torch.frombuffer(pages, dtype=torch.uint8)
+    for verb in ("write", "read"):
+        for size in SIZES:
+            tensor = torch.ones(size, dtype=torch.uint8, device="cuda")
+            torch.cuda.synchronize()
+            rungs = [_torch_copy(torch, tensor, mapped[:size], verb), _transfer(pair, tensor, size, verb)]
+            series = await interleave(rungs, plan.pace)
+            for figure in compare(series, part="device", loop=loop, case="GPU", verb=verb, nbytes=size):
+                yield figure
+
+
+def _torch_copy(torch: Any, tensor: Any, mapped: Any, verb: Literal["write", "read"]) -> Rung:
+    """The floor: torch copies, and the host waits for it."""
+    to, source = (mapped, tensor) if verb == "write" else (tensor, mapped)
+
+    async def copy(times: int) -> int:
+        start = perf_counter_ns()
+        for _ in range(times):
+            to.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+        return perf_counter_ns() - start
+
+    return Rung("torch copy", copy)
+
+
+def _transfer(pair: Pair, tensor: Any, size: int, verb: Literal["write", "read"]) -> Rung:
+    transfer = pair.engine.write if verb == "write" else pair.engine.read
+
+    async def run(times: int) -> int:
+        start = perf_counter_ns()
+        for _ in range(times):
+            await transfer(tensor, pair.remote[:size])
+        return perf_counter_ns() - start
+
+    return Rung(verb, run)
