@@ -394,23 +394,29 @@ class Engine(Core):
                 kind = "device memory" if region.device else "memory that exists already; use allocate"
                 raise DriverError(f"none of the drivers ({names}) registers {kind}")
             for driver in known:
-                registration = region.registration(driver)
-                if not registration.done():
-                    region.registrations[driver.name] = self._spawn(self._registered(region, driver, registration))
+                if (pending := self._registration(region, driver)) is not None:
+                    region.registrations[driver.name] = pending
         except BaseException:
             region.retire()
             raise
 
+    def _registration(self, region: Region, driver: Driver) -> asyncio.Future[DriverError | None] | None:
+        """For a transport that registers memory in its own time: why it did not, or None once it has."""
+        try:
+            registration = region.registration(driver)
+        except HixlError as error:  # it has failed already, which is no other failure than a later one
+            outcome = self.loop.create_future()
+            outcome.set_result(_unusable(region, driver, error))
+            return outcome
+        return None if registration.done() else self._spawn(self._registered(region, driver, registration))
+
     async def _registered(
         self, region: Region, driver: Driver, registration: asyncio.Future[int]
     ) -> DriverError | None:
-        """Waits for a transport that registers memory in its own time, and answers why it did not."""
         try:
             await registration
         except HixlError as error:
-            failure = DriverError(f"{region!r} cannot be used by driver {driver.name!r}: {error}", native=error.native)
-            logger.warning("%s", failure)
-            return failure
+            return _unusable(region, driver, error)
         return None
 
     def _enter_region(self, region: Region) -> Region:
@@ -657,6 +663,12 @@ class Engine(Core):
 def _pong(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
     """The service ``hixl.ping``, which every engine has: sends back what came."""
     return body
+
+
+def _unusable(region: Region, driver: Driver, error: HixlError) -> DriverError:
+    failure = DriverError(f"{region!r} cannot be used by driver {driver.name!r}: {error}", native=error.native)
+    logger.warning("%s", failure)
+    return failure
 
 
 def _has_buffer(obj: object) -> bool:

@@ -54,7 +54,7 @@ class Region(LocalMemory):
     #: Its number in control messages; a closed region's number is never used again.
     number: int
     #: For drivers whose transport registers memory in its own time: why it did not, or None once it has.
-    registrations: dict[str, asyncio.Task[DriverError | None]]
+    registrations: dict[str, asyncio.Future[DriverError | None]]
 
     def __init__(
         self,

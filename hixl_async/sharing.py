@@ -109,7 +109,7 @@ class Exports:
         body = {"call": call, "driver": link.driver.name, "card": binary_text(card), "size": region.size}
         self._peer._tell("region.card", {**body, "access": int(access)}, fds)
 
-    def _route(self, region: Region) -> Link | asyncio.Task[DriverError | None]:
+    def _route(self, region: Region) -> Link | asyncio.Future[DriverError | None]:
         """The first link that a region can be lent over, or the registration on which that depends."""
         failure = None
         for link in self._peer._links.values():
@@ -128,7 +128,7 @@ class Exports:
         names = ", ".join(self._peer._links)
         raise NoRouteError(f"none of the linked drivers ({names}) knows this region")
 
-    async def _give_later(self, call: int, number: int, registration: asyncio.Task[DriverError | None]) -> None:
+    async def _give_later(self, call: int, number: int, registration: asyncio.Future[DriverError | None]) -> None:
         await asyncio.wait([registration])
         del self._waiting[number]
         if self._peer.state is PeerState.UP:

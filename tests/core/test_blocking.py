@@ -309,6 +309,16 @@ async def test_memory_that_cannot_be_registered(caplog: pytest.LogCaptureFixture
         await pair.left.write(bytes(64), await pair.peer.region("next"))
 
 
+async def test_a_registration_that_has_failed_already() -> None:
+    quick: Any = {"faulty": {"driver": table("shm", mem_ready=lambda memory, op: -vt.NOMEM)}}
+    async with engine_pair({"faulty": {"driver": table("shm")}}, other=quick) as pair:
+        region = pair.right.allocate("kv", 64, access="write")
+        for call in (region.ready, lambda: pair.peer.region("kv")):
+            with pytest.raises(DriverError, match="cannot be used by driver 'faulty'"):
+                await call()
+        await region.aclose()
+
+
 async def test_another_driver_takes_over_for_one_that_cannot_register() -> None:
     plan = FaultPlan(1).fail("nomem", verb="ready", nth=1)
     both: Any = {"shm": {}, "faulty": {"driver": table("shm")}}

@@ -16,6 +16,7 @@ from hixl_async import (
     DriverError,
     DriverLoadError,
     Engine,
+    HixlError,
     InvalidArgumentError,
     PeerLostError,
     PeerState,
@@ -189,6 +190,24 @@ async def test_a_closed_region_is_revoked_at_once_and_forgotten_later(pair: Engi
 
 
 # -- what goes wrong
+
+
+async def test_memory_that_hixl_refuses(pair: EnginePair, simulate: Callable[[str, object], None]) -> None:
+    _, remote = await pair.region("there", 64)
+    simulate("FAULTS", "register=207001")
+    refused = pair.right.allocate("refused", 64, access="write")
+    with pytest.raises(DriverError, match="'refused'.*cannot be used by driver 'hixl'"):
+        await pair.peer.region("refused")
+    with pytest.raises(DriverError, match="cannot be used") as caught:
+        await refused.ready()
+    assert caught.value.native == 207001
+    ours = pair.left.allocate("ours", 64)
+    with pytest.raises(HixlError):
+        await pair.left.write(ours, remote, deadline=5.0)
+    simulate("FAULTS", "")
+    await refused.aclose()
+    await ours.aclose()
+    await pair.left.write(pair.left.allocate("others", 64), remote)
 
 
 async def test_a_deadline_costs_the_link_and_the_next_write_works(
