@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,6 +266,39 @@ async def test_memory_that_a_transport_cannot_let_go_is_leaked_loudly(loop_error
                 buffer.append(1)
         await engine.allocate("next", 64).aclose()
         await until(lambda: engine.stats().regions == 1)
+
+
+REFUSED = """
+    import asyncio, sys
+    sys.path.insert(0, {tests!r})
+    from hixl_async import Engine
+    from tables import table, vt
+
+    async def main():
+        told = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        driver = table("shm", mem_retire=lambda memory, op: -vt.NOMEM)
+        async with Engine(drivers={{"faulty": {{"driver": driver}}}}) as engine:
+            buffer = bytearray(64)
+            region = engine.register("kv", buffer)
+            await region.aclose()
+            assert told and "is leaked: its transport did not let go" in told[0], told
+            assert engine.stats().regions == 1
+            del region
+        try:
+            buffer.append(1)
+        except BufferError:
+            print("kept")
+
+    asyncio.run(main())
+"""
+
+
+def test_c7_memory_that_a_transport_refuses_to_let_go_is_leaked_loudly() -> None:
+    code = textwrap.dedent(REFUSED.format(tests=str(Path(__file__).resolve().parents[1])))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "kept\n", done.stderr
 
 
 # -- memory that is ready later
