@@ -26,7 +26,7 @@ BUILT := $(VENV)/built$(if $(HIXL_ASYNC_DEBUG),-debug$(HIXL_ASYNC_DEBUG))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow bench peers lint format asan tsan wheel build optional clean
+.PHONY: help demo test conformance test-slow bench peers lint format asan tsan wheel build optional clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
@@ -44,6 +44,11 @@ demo: $(BUILT) $(VENV)/extra-demo $(VENV)/model  ## a real model: prefill here, 
 test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio and uvloop; ARGS="-k region"
 	@$(PY) tests/hixlsim/build.py >/dev/null  # the simulated HIXL
 	$(PYTEST) -m "not slow and not wheel" $(ARGS)
+
+conformance: $(BUILT) $(VENV)/extra-test  ## the drivers' suite on hixl, over each simulated back-end (make test runs it on shm)
+	for backend in comm cs fab; do \
+	    $(PYTEST) -m "not slow" tests/drivers/test_vtable.py tests/drivers/test_conformance*.py --driver=hixl:$$backend $(ARGS) || exit 1; \
+	done
 
 test-slow: $(BUILT) $(VENV)/extra-test  ## the long property runs and soaks
 	@$(PY) tests/hixlsim/build.py >/dev/null
