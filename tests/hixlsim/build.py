@@ -16,7 +16,7 @@ SOURCES = HERE / "src"
 DEFAULT = HERE.parents[1] / "build" / "hixlsim"
 
 # Everything is hidden but what the version script names.
-FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-pthread"]
+FLAGS = ["-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-pthread"]
 LIBRARIES = {
     "libmetadef.so": ["ascend_string"],
     "libascendcl.so": ["acl"],

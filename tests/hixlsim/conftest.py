@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,12 @@ from .probe import Hixl, Library
 
 ZERO = "COMM_PATIENCE_MS LATENCY_US JITTER_US GBPS STRICT RELAY REFUSE_SAME_DEVICE"
 DEFAULTS = {"AICPU": 1, "SEED": 1, "HEARTBEAT_MS": 10000, "SILENCE_MS": 120000, "ORDER": "fifo", "FAULTS": ""}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Compiled before the first test: that may take longer than a test may."""
+    if any(Path(__file__).parent in item.path.parents for item in items):
+        build()
 
 
 @pytest.fixture(scope="session")

@@ -275,12 +275,13 @@ def test_connect_async_has_a_queue_with_an_end(backend: str, library: Library, o
     here, *peers = objects
     assert here.initialize(options=small) == SUCCESS
     assert [peer.initialize() for peer in peers] == [SUCCESS] * 4
-    library.set("FAULTS", "connect_stall@1=0.3")
+    library.set("FAULTS", "connect_stall@1=60")
     assert here.connect_async(peers[0]) == SUCCESS
     until(lambda: here.async_status(peers[0]) == CONNECTING)
     assert [here.connect_async(peer) for peer in peers[1:]] == [SUCCESS, SUCCESS, RESOURCE_EXHAUSTED]
     assert here.disconnect_async(peers[1]) == RESOURCE_EXHAUSTED
     assert here.async_status(peers[3]) == NOT_CONNECT
+    library.set("FAULTS", "")
     until(lambda: here.async_status(peers[2]) == CONNECTED)
     assert here.disconnect_async(peers[2]) == SUCCESS
     assert here.async_status(peers[2]) in (DISCONNECT_PENDING, NOT_CONNECT, 6)
@@ -292,12 +293,13 @@ def test_different_peers_connect_side_by_side(backend: str, library: Library, ob
     here, slow, fast = objects
     if backend != "cs":
         return  # one lock for all: HCCL's, or FAB's own
-    library.set("FAULTS", "connect_stall@1=0.3")
+    library.set("FAULTS", "connect_stall@1=60")
     assert here.connect_async(slow) == SUCCESS
     until(lambda: here.async_status(slow) == CONNECTING)
     assert here.connect_async(fast) == SUCCESS
     until(lambda: here.async_status(fast) == CONNECTED)
     assert here.async_status(slow) == CONNECTING
+    library.set("FAULTS", "")
 
 
 # -- transfers that are refused

@@ -227,7 +227,7 @@ def test_finalize_beside_another_call() -> None:
     program = """
 library.set("FAULTS", "stall@1=5")
 threading.Thread(target=lambda: one.transfer(two, 1, [(a.addr, b.addr, 8)])).start()
-time.sleep(0.2)
+time.sleep(0.5)
 one.finalize()
 """
     assert outcome(program) == (-6, "hixlsim: Finalize is called while TransferAsync runs")
@@ -269,14 +269,17 @@ def test_a_strict_library_ends_who_gives_a_vector_that_is_not_empty() -> None:
 
 def test_a_strict_library_ends_who_lives_on_a_borrowed_context() -> None:
     program = """
+borrowed, over = threading.Event(), threading.Event()
 def borrow():
     one.status(7)  # this thread has no context, and keeps the engine's
-    time.sleep(0.5)
+    borrowed.set()
+    over.wait()
     two.status(7)
 thread = threading.Thread(target=borrow)
 thread.start()
-time.sleep(0.2)
+borrowed.wait()
 one.finalize()
+over.set()
 thread.join()
 """
     code, words = outcome(program, HIXLSIM_STRICT="1", HIXLSIM_BACKEND="comm")

@@ -117,14 +117,14 @@ def test_an_old_question_takes_anothers_answer(link: Link) -> None:
 
 def test_a_request_waits_its_time(link: Link) -> None:
     linked = link()
-    linked.library.set("LATENCY_US", 30000)
+    linked.library.set("LATENCY_US", 200000)
     linked.ours.fill(b"slow")
     began = time.monotonic()
     req = linked.write()[1]
     assert linked.ask(req) == (SUCCESS, WAITING)
     assert linked.theirs.read(4) == bytes(4)
     until(lambda: linked.ask(req) == (SUCCESS, COMPLETED))
-    assert time.monotonic() - began >= 0.03
+    assert time.monotonic() - began >= 0.2
     assert linked.theirs.read(4) == b"slow"
 
 
@@ -160,7 +160,8 @@ def test_user_data_and_order_of_the_batch_query(link: Link) -> None:
     linked = link()
     if not linked.mode.startswith("cs"):
         return
-    linked.library.set("LATENCY_US", 40000)
+    linked.library.set("LATENCY_US", 500000)
+    executed = linked.library.count("executed")
     slow = linked.write(user_data=7)[1]
     assert linked.here.batch(skip_waiting=False) == (SUCCESS, [(slow, 7, WAITING)])
     assert linked.here.batch(skip_waiting=True) == (SUCCESS, [])
@@ -169,8 +170,7 @@ def test_user_data_and_order_of_the_batch_query(link: Link) -> None:
     assert linked.here.batch(most=1, skip_waiting=False) == (SUCCESS, [(slow, 7, WAITING)]), (
         "an old one starves the young"
     )
-    time.sleep(0.05)
-    until(lambda: linked.library.count("executed") >= 3)
+    until(lambda: linked.library.count("executed") == executed + 3)
     linked.library.set("LATENCY_US", 0)
     assert linked.here.batch(most=2) == (SUCCESS, [(slow, 7, COMPLETED), (more[0], 8, COMPLETED)])
     assert linked.here.batch() == (SUCCESS, [(more[1], 9, COMPLETED)])
@@ -188,6 +188,14 @@ def test_a_list_of_many(link: Link) -> None:
 
 
 # -- what breaks
+
+
+def finally_(linked: Linked, req: int, status: int) -> int:
+    """The answer with which a request has this status, at last; WAITING: it still has."""
+    while (answer := linked.ask(req))[1] == WAITING != status:
+        time.sleep(0.0005)
+    assert answer[1] == status
+    return answer[0]
 
 
 def broken_forms(mode: str) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -211,8 +219,8 @@ def test_a_hardware_failure_is_of_the_link(link: Link) -> None:
     time.sleep(0.01)
     first, later = broken_forms(linked.mode)
     assert linked.ask(before) == (SUCCESS, COMPLETED), "what was through stays through"
-    assert linked.ask(broken) == first
-    assert linked.ask(after) == later
+    assert finally_(linked, broken, first[1]) == first[0]
+    assert finally_(linked, after, later[1]) == later[0]
     status, req = linked.write()
     if linked.mode == "cs":
         assert status == FAILED
@@ -426,27 +434,32 @@ def test_a_blocked_submit_holds_what_it_holds(library: Library, objects: list[Hi
     ours, theirs = here.memory(), [peer.memory() for peer in peers]
     assert [here.connect(peer) for peer in peers] == [SUCCESS] * 2
     reqs = [here.write(peer, ours.addr, memory.addr, 8) for peer, memory in zip(peers, theirs, strict=True)]
-    library.set("FAULTS", "stall@1=0.4")
-    submitted = library.count("submitted")
-    during: dict[str, bool] = {}
+    library.set("FAULTS", "stall@1=60")
+    answered: set[str] = set()
 
     def ask(name: str, req: int) -> None:
         assert here.status(req) == (SUCCESS, COMPLETED)
-        during[name] = library.count("submitted") == submitted
+        answered.add(name)
 
     stuck = in_thread(lambda: here.transfer(peers[0], WRITE, [(ours.addr, theirs[0].addr, 8)]))
     time.sleep(0.1)
     same = in_thread(lambda: ask("same", reqs[0]))
     time.sleep(0.1)
     other = in_thread(lambda: ask("other", reqs[1]))
+    if backend == "comm":
+        time.sleep(0.1)
+    else:
+        other.join()
+    assert answered == (set() if backend == "comm" else {"other"})
+    library.set("FAULTS", "")
     for thread in (stuck, same, other):
         thread.join()
-    assert during == {"same": False, "other": backend != "comm"}
+    assert answered == {"same", "other"}
 
 
 def test_memory_stays_alive_until_the_bytes_moved(link: Link) -> None:
     linked = link()
-    linked.library.set("LATENCY_US", 5000)
+    linked.library.set("LATENCY_US", 200000)
     fleeting = Memory(4096)
     linked.again()
     handle = linked.here.register(fleeting.addr, 4096)[1]
@@ -454,9 +467,8 @@ def test_memory_stays_alive_until_the_bytes_moved(link: Link) -> None:
     req = linked.here.write(linked.there, fleeting.addr, linked.theirs.addr, 8)
     del fleeting.view
     fleeting.block.close()  # unmapped: as if the program had freed it
-    time.sleep(0.02)
-    expected = {"comm": WAITING, "cs-host": WAITING}.get(linked.mode, BROKEN)
-    assert linked.ask(req) == (SUCCESS, expected)
+    time.sleep(0.25)
+    assert finally_(linked, req, {"comm": WAITING, "cs-host": WAITING}.get(linked.mode, BROKEN)) == SUCCESS
     assert linked.here.disconnect(linked.there) == SUCCESS
     assert linked.here.deregister(handle) == SUCCESS
 

@@ -32,6 +32,7 @@ struct Fault {
 
 std::mutex guard;
 Fault faults[static_cast<size_t>(Point::count)];
+std::atomic<uint64_t> faults_set{0};
 std::atomic<uint32_t> armed{0};  // a bit for each point, so that the usual case costs no lock
 uint64_t dice = 1;
 std::atomic<int64_t> counts[static_cast<size_t>(Count::count)];
@@ -111,6 +112,7 @@ bool set_faults(const std::string &text) {
         faults[point] = parsed[point];
     }
     armed.store(bits);
+    ++faults_set;
     return true;
 }
 
@@ -202,8 +204,13 @@ hixl::Status failure(Point point, hixl::Status otherwise) {
 
 void stall(Point point) {
     double seconds = 1;
-    if (faulty(point, &seconds)) {
-        std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    const uint64_t set = faults_set;
+    if (!faulty(point, &seconds)) {
+        return;
+    }
+    const auto over = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    while (std::chrono::steady_clock::now() < over && faults_set == set) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
 }
 

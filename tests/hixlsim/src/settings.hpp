@@ -60,7 +60,7 @@ std::string environment(const char *name);
 bool faulty(Point point, double *value = nullptr);
 // A fault whose value is a status: hixl::SUCCESS when it is not this call's turn.
 hixl::Status failure(Point point, hixl::Status otherwise = hixl::FAILED);
-// A fault whose value is a time: stays here for that many seconds.
+// A fault whose value is a time: stays here for that many seconds, or until other faults are set.
 void stall(Point point);
 
 uint64_t random_below(uint64_t bound);
