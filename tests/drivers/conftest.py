@@ -7,6 +7,7 @@ reason.  ``--driver=hixl:comm``, ``:cs`` and ``:fab`` choose the back-end; the l
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -62,6 +63,7 @@ def driver_options(request: pytest.FixtureRequest, driver_name: str) -> dict[str
     return options
 
 
+@functools.cache
 def hixlsim(**how: object) -> Path:
     """The root of the simulated toolkit, built when it is first asked for."""
     root = Path(__file__).resolve().parents[1] / "hixlsim"
