@@ -603,9 +603,9 @@ def test_a_link_that_blocks_stalls_nobody(opened: Maker, sim: Sim, call: str) ->
     free.right.instance.until(lambda: len(free.right.notes()) == 20, free.left, free.right)
     assert not slow.released, "the others had to wait"
     assert slow.wait() == vt.OK
-    if call.startswith("stall"):
-        assert any("TransferAsync lasts" in line for line in a.logs), a.logs
-        free.left.instance.until(lambda: any("moves again" in line for line in a.logs))
+    blocked = "TransferAsync" if call.startswith("stall") else "Connect"
+    assert any(f"{blocked} lasts" in line for line in a.logs), a.logs
+    free.left.instance.until(lambda: any("moves again" in line for line in a.logs))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -727,6 +727,23 @@ def test_memory_before_start(opened: Maker, sim: Sim) -> None:
     instance.start()
     ready.ok()
     memory.export(MAY_READ | MAY_WRITE)
+
+
+@only("cs")
+def test_memory_of_an_engine_that_cannot_start(opened: Maker, sim: Sim) -> None:
+    """Whoever waits for its registration hears of it."""
+    sim.set(FAULTS="init=207001")
+    instance = opened()
+    handle, address = c.c_void_p(), c.c_void_p()
+    assert instance.vt.mem_alloc(instance.handle, 4096, 3, c.byref(handle), c.byref(address)) == 0
+    memory = vt.Memory(instance, handle.value, 4096, address.value)
+    instance.memories.add(memory)
+    ready = vt.Op(instance)
+    ready.accepted("mem_ready", instance.vt.mem_ready(memory.handle, ready.pointer))
+    with pytest.raises(vt.DriverError) as caught:
+        instance.start()
+    assert (caught.value.status, caught.value.native) == (vt.NOMEM, 207001)
+    assert ready.wait() == vt.NOMEM
 
 
 # ---- notifications ---------------------------------------------------------------------------------------------------

@@ -153,16 +153,28 @@ struct Counters {
 
 class Calls : public Strand {  // runs a function each turn, after its tasks
   public:
-    Calls(Crew &crew, std::function<uint64_t(uint64_t)> work = nullptr) : Strand(crew), work_(std::move(work)) {}
+    using Work = std::function<uint64_t(uint64_t now)>;
+    using Notice = std::function<void(const char *call, uint64_t ns, bool over)>;
+    explicit Calls(Crew &crew, Work work = nullptr, Notice notice = nullptr)
+        : Strand(crew),
+          work_(std::move(work)),
+          notice_(std::move(notice)) {}
 
   protected:
     uint64_t turn(uint64_t now) override {
         run_tasks();
         return work_ ? work_(now) : NEVER;
     }
+    void stuck(const char *call, uint64_t ns) override {
+        if (notice_) notice_(call, ns, false);
+    }
+    void moving(const char *call, uint64_t ns) override {
+        if (notice_) notice_(call, ns, true);
+    }
 
   private:
-    std::function<uint64_t(uint64_t)> work_;
+    const Work work_;
+    const Notice notice_;
 };
 
 void finish(const hxa_sink &sink, hxa_op *op, const Outcome &outcome);
@@ -259,6 +271,8 @@ struct hxa_instance {
     std::string id;     // set by start, before `started`
     std::shared_ptr<hx::Calls> life, memory, notes, pages;
 
+    hx::Outcome start_failure;  // why it never will be; set before `start_failed`
+    std::atomic<bool> start_failed{false};
     std::atomic<uint32_t> started{0};     // Initialize is done
     std::atomic<uint32_t> closing{0};     // shutdown was asked for
     std::atomic<uint32_t> finalizing{0};  // no call may begin any more
@@ -308,12 +322,14 @@ struct hxa_instance {
     void host_free(const hxa_mem &mem, void *address);
     // memory.cpp
     void register_one(hxa_mem *mem);
+    void refuse_unregistered();
     uint64_t let_go(uint64_t now);
     // courier.cpp
     uint64_t fetch(uint64_t now);
     // instance.cpp
     void enter();
     void begin(hxa_op *op);
+    hx::Outcome initialize();
     uint64_t end(uint64_t now);
 };
 

@@ -193,12 +193,12 @@ void hxa_instance::enter() {
 
 // ---- start ----------------------------------------------------------------------------------------------------------
 
-void hxa_instance::begin(hxa_op *op) {
-    if (closing != 0 || started != 0) return finish(sink, op, {HXA_E_INVALID, 0, HXA_SCOPE_OP});
+Outcome hxa_instance::initialize() {
+    if (closing != 0 || started != 0) return {HXA_E_INVALID, 0, HXA_SCOPE_OP};
     uint32_t native = abi::FAILED;
     for (int i = 0; i < PORTS_TO_TRY; i++) {
         const uint16_t port = options.port != 0 ? options.port : free_port(options.ip);
-        if (port == 0) return finish(sink, op, {HXA_E_SYSTEM, errno, HXA_SCOPE_OP});
+        if (port == 0) return {HXA_E_SYSTEM, errno, HXA_SCOPE_OP};
         id = address_text(options.ip, port);
         abi::Options settings;
         for (const auto &entry : options.hixl) settings.emplace(library.text(entry.first), library.text(entry.second));
@@ -206,7 +206,7 @@ void hxa_instance::begin(hxa_op *op) {
         native = library.initialize(&hixl, library.text(id), settings);
         if (native != abi::FAILED || options.port != 0) break;  // FAILED: the port was taken meanwhile
     }
-    if (native != abi::SUCCESS) return finish(sink, op, outcome_of(native));
+    if (native != abi::SUCCESS) return outcome_of(native);
 
     // One batch query tells whether there are any here, and with it what requests are.
     bool able = false;
@@ -223,7 +223,7 @@ void hxa_instance::begin(hxa_op *op) {
 
     void *page =
         mmap(nullptr, SCRATCH_WORDS * sizeof(uint64_t), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (page == MAP_FAILED) return finish(sink, op, {HXA_E_NOMEM, 0, HXA_SCOPE_OP});
+    if (page == MAP_FAILED) return {HXA_E_NOMEM, 0, HXA_SCOPE_OP};
     scratch = static_cast<uint64_t *>(page);
     abi::MemDesc about = {};
     about.addr = reinterpret_cast<uintptr_t>(page);
@@ -241,8 +241,17 @@ void hxa_instance::begin(hxa_op *op) {
     }
     started = 1;
     log(nullptr, "hixl: " + library.path + " listens at " + id + (able ? ", client-server back-end" : ""));
-    memory->wake();
-    finish(sink, op, {});
+    return {};
+}
+
+void hxa_instance::begin(hxa_op *op) {
+    const Outcome outcome = initialize();
+    if (!outcome.ok() && started == 0) {
+        start_failure = outcome;
+        start_failed = true;
+    }
+    memory->wake();  // what was registered before, or refused
+    finish(sink, op, outcome);
 }
 
 // ---- the end --------------------------------------------------------------------------------------------------------
@@ -286,7 +295,7 @@ int instance_open(const hxa_option *options, size_t n, const hxa_sink *sink, hxa
 }
 
 void instance_close(hxa_instance *self) {
-    while (self->count.memories != 0) {  // released just now, and on their way to the strand
+    for (int i = 0; i < 1000 && self->count.memories != 0; i++) {  // released just now, and on their way to the strand
         const struct timespec moment = {0, static_cast<long>(MS)};
         nanosleep(&moment, nullptr);
     }

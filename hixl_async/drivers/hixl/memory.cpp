@@ -261,6 +261,24 @@ void hxa_instance::register_one(hxa_mem *mem) {
     for (const auto &route : all_routes()) route->wake();  // ops may wait for it
 }
 
+// There will be nobody to register them with.  After the end the loop may release them at any time, hence the lock.
+void hxa_instance::refuse_unregistered() {
+    const Outcome outcome = start_failed ? start_failure : Outcome{HXA_E_LINK, 0, HXA_SCOPE_OP};
+    std::vector<hxa_op *> waiters;
+    {
+        Guard guard(regions_lock);
+        for (hxa_mem *mem : unregistered) {
+            if (std::find(regions.begin(), regions.end(), mem) == regions.end()) continue;
+            mem->refusal = outcome;
+            mem->state = hxa_mem::REFUSED;
+            waiters.insert(waiters.end(), mem->waiters.begin(), mem->waiters.end());
+            mem->waiters.clear();
+        }
+        unregistered.clear();
+    }
+    for (hxa_op *op : waiters) finish(sink, op, outcome);
+}
+
 // Registers what came before start, and deregisters what was let go of.  HIXL refuses that while there are outgoing
 // links, so all of them have to be disconnected at one moment: when they happen to be idle, or, if that never comes, by
 // holding them up for a while.
@@ -270,6 +288,7 @@ uint64_t hxa_instance::let_go(uint64_t now) {
         taken.swap(unregistered);
         for (hxa_mem *mem : taken) register_one(mem);
     }
+    if (start_failed || over) refuse_unregistered();
     bool refused = false;
     for (size_t i = 0; i < retired.size();) {
         hxa_mem *mem = retired[i];

@@ -163,6 +163,11 @@ std::vector<Entry> Outbox::kept(uint64_t from) {
     return out;
 }
 
+bool Outbox::holds(const hxa_op *op) {
+    Guard guard(lock_);
+    return std::any_of(waiting_.begin(), waiting_.end(), [op](const Entry &entry) { return entry.op == op; });
+}
+
 bool Outbox::remove(hxa_op *op) {
     Guard guard(lock_);
     for (auto entry = waiting_.begin(); entry != waiting_.end(); ++entry) {

@@ -69,6 +69,7 @@ class Outbox {
     // Ops of all that was never sent and that `claim` gets; the others are left.
     template <class Claim>
     std::vector<hxa_op *> clear(Claim claim);
+    bool holds(const hxa_op *op);
     bool remove(hxa_op *op);  // of a record that waits
     uint64_t last() {
         Guard guard(lock_);

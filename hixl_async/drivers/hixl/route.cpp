@@ -69,10 +69,15 @@ Route::Route(hxa_instance &self, std::string name)
 void Route::open() {
     // The control strand may outlive us in the crew's queue.
     std::weak_ptr<Route> weak = std::static_pointer_cast<Route>(shared_from_this());
-    control_ = std::make_shared<Calls>(self_.crew, [weak](uint64_t now) {
+    const auto work = [weak](uint64_t now) {
         const std::shared_ptr<Route> route = weak.lock();
         return route != nullptr ? route->deliver(now) : NEVER;
-    });
+    };
+    const auto notice = [weak](const char *call, uint64_t ns, bool over) {
+        const std::shared_ptr<Route> route = weak.lock();
+        if (route != nullptr) route->report(call, ns, over);
+    };
+    control_ = std::make_shared<Calls>(self_.crew, work, notice);
 }
 
 void Route::pump() { control_->wake(); }
@@ -156,9 +161,9 @@ void Route::abandon(hxa_op *op) {
                 fail(op, outcome);
                 return cut(BROKEN);
             }
-        control_->post([this, op, outcome] {
+        control_->post([this, op, outcome, meant] {
             for (hxa_link *link : senders_)
-                if (link->out.remove(op)) return finish(op, outcome);
+                if (link->out.holds(op) && meant(op) && link->out.remove(op)) return finish(op, outcome);
         });
     });
 }
@@ -179,16 +184,22 @@ void Route::finish(hxa_op *op, const Outcome &outcome) {
     hxa_finish(&self_.sink, op);
 }
 
+void Route::report(const char *call, uint64_t ns, bool over) {
+    const double seconds = static_cast<double>(ns) / 1e9;
+    self_.log(nullptr,
+              over ? text("hixl: %s moves again; %s took %.1f s", id.c_str(), call, seconds)
+                   : text("hixl: %s: a call of %s lasts %.1f s by now; other links go on", id.c_str(), call, seconds));
+}
+
 void Route::stuck(const char *call, uint64_t ns) {
     stuck_ = 1;
-    self_.log(nullptr, text("hixl: %s: a call of %s lasts %.1f s by now; other links go on", id.c_str(), call,
-                            static_cast<double>(ns) / 1e9));
+    report(call, ns, false);
     if (unheard_ != 0) control_->post([this] { disconnect_call(); });
 }
 
 void Route::moving(const char *call, uint64_t ns) {
     stuck_ = 0;
-    self_.log(nullptr, text("hixl: %s moves again; %s took %.1f s", id.c_str(), call, static_cast<double>(ns) / 1e9));
+    report(call, ns, true);
 }
 
 // ---- the strand -----------------------------------------------------------------------------------------------------

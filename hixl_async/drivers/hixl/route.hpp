@@ -42,6 +42,7 @@ class Route : public Strand {
     void part();
     void parted();
     void cut(const Outcome &outcome);  // a hard cycle: what is in flight fails, then connect again
+    void report(const char *call, uint64_t ns, bool over);
     void give_up(const Outcome &outcome);
     bool wanted() const;
     uint32_t connect_call();
