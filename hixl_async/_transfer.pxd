@@ -40,6 +40,7 @@ cdef class Transfer:
     cdef bint flying                  # accepted, not yet released: linked in Core.first
     cdef bint abandoned               # the driver was told that nobody waits for it
     cdef public bint _asyncio_future_blocking
+    cdef public object _cancel_message        # what `cancel` was told
     cdef object exc                   # the failure
     cdef object unretrieved           # reports a failure that nobody looked at
     cdef object callback, context     # the usual single waiter

@@ -160,8 +160,12 @@ cdef class Transfer:
         if self.outcome == FAILED:
             raise self._failure()
         if self.outcome == CANCELLED:
-            raise CancelledError()
+            raise self._make_cancelled_error()
         raise InvalidStateError("the transfer is not done")
+
+    def _make_cancelled_error(self):
+        """What asyncio.gather raises for a cancelled member: a part of the protocol that has no public name."""
+        return CancelledError() if self._cancel_message is None else CancelledError(self._cancel_message)
 
     def add_done_callback(self, fn, *, context=None):
         """Calls ``fn(transfer)`` on the loop once the outcome is known."""
@@ -195,6 +199,7 @@ cdef class Transfer:
         """
         if self.outcome != ACTIVE:
             return False
+        self._cancel_message = msg
         self._resolve(CANCELLED, None)
         self._stop()
         return True
@@ -389,7 +394,7 @@ cdef PySendResult _transfer_send(PyObject *me, PyObject *value, PyObject **resul
     else:
         result[0] = NULL
         if self.outcome == CANCELLED:
-            PyErr_SetObject(CancelledError, None)
+            PyErr_SetObject(CancelledError, self._make_cancelled_error())
         else:
             out = self._failure()
             PyErr_SetObject(type(out), out)

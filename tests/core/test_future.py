@@ -53,6 +53,53 @@ async def test_gather(world: World, when: str) -> None:
         assert await asyncio.gather(one, two, asyncio.sleep(0, "and a coroutine")) == [5, 5, "and a coroutine"]
 
 
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("forgiving", [True, False])
+async def test_gather_of_a_cancelled_one(world: World, early: bool, forgiving: bool) -> None:
+    world.plan.hold()
+    one, two = world.write(), world.write()
+    if early:
+        one.cancel("enough")
+    gathering = asyncio.gather(one, two, return_exceptions=forgiving)
+    await asyncio.sleep(0)
+    one.cancel("enough")
+    if forgiving:
+        world.plan.release()
+        async with asyncio.timeout(5):
+            error, done = await gathering
+        assert isinstance(error, asyncio.CancelledError)
+        assert (error.args, done) == (("enough",), 5)
+    else:
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(5):
+                await gathering
+        assert not two.done()
+
+
+@pytest.mark.parametrize("forgiving", [True, False])
+async def test_gather_that_is_cancelled(world: World, forgiving: bool) -> None:
+    world.plan.hold()
+    transfers = [world.write() for _ in range(3)]
+    gathering = asyncio.gather(*transfers, return_exceptions=forgiving)
+    await asyncio.sleep(0)
+    gathering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(5):
+            await gathering
+    assert all(transfer.cancelled() for transfer in transfers)
+
+
+async def test_gather_that_takes_too_long(world: World) -> None:
+    world.plan.hold()
+    transfers = [world.write() for _ in range(3)]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await asyncio.gather(*transfers)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.gather(world.write(), world.write()), 0.02)
+    assert all(transfer.cancelled() for transfer in transfers)
+
+
 @pytest.mark.parametrize("when", OUTCOMES)
 async def test_wait(world: World, when: str) -> None:
     async with started(world, when) as one, started(world, when) as two:
