@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Coalescer"]
 
+#: Copies of one batch; then it leaves at once.
+MOST = 4096
+
 
 class _Copy(NamedTuple):
     local: Any
@@ -25,7 +28,7 @@ class _Copy(NamedTuple):
 class Coalescer:
     """Collects reads and writes; those of one pass of the loop to one peer leave together, as one batch.
 
-    Worth it where a transfer costs more than a few microseconds whatever its size: over a network, or a device.  Shared memory
+    Between regions and ranges of them, for what is collected has to stay where it is.  Worth it where a transfer costs more than a few microseconds whatever its size: over a network, or a device.  Shared memory
     copies what is small faster than it could be collected.  Copies have no order among each other, as ever.
 
     Leaving ``async with engine.coalesce() as few:`` sends what is left, waits until everything that was sent is drained, and
@@ -61,7 +64,7 @@ class Coalescer:
             self._core.loop.call_soon(self.flush)
         copies = self._collected.setdefault((verb, checked.link), [])
         copies.append(_Copy(local, remote, self._core.loop.create_future()))
-        if len(copies) == checked.link.driver.descriptor_limit:
+        if len(copies) == min(MOST, checked.link.driver.descriptor_limit):
             self._send(verb, self._collected.pop((verb, checked.link)))
         return copies[-1].landed
 

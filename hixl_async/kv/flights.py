@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Flights"]
 
+#: Layers share the link while they fly, and one that waits for its turn lands no later.  So only as many fly as keep the link
+#: busy: this many bytes, and at least two layers.
+WINDOW = 8 << 20
+
 
 class _Push(NamedTuple):
     layer: int
@@ -57,6 +61,7 @@ class Flights:
         self._failed = failed
         self._rows: dict[tuple[int, ...], Any] = {}
         self._transfers: dict[int, Transfer] = {}
+        self._flying: dict[int, int] = {}  # bytes by layer
         self._queue: deque[_Push] = deque()
         self._sources: set[Blocks] = set()
         self._pump_is_due = False
@@ -104,6 +109,8 @@ class Flights:
                 if not self._queue:
                     return True
                 push = self._queue[0]
+            if not self._has_room(push):
+                return True  # the next landing leads here again
             try:
                 if push.question is not None and not push.question():
                     return False
@@ -135,7 +142,19 @@ class Flights:
         if transfer.done():
             self._on_done(push.layer, transfer)
         else:
-            transfer.add_done_callback(partial(self._on_done, push.layer))
+            self._flying[push.layer] = self._size(push)
+            transfer.add_done_callback(partial(self._on_landing, push.layer))
+
+    def _has_room(self, push: _Push) -> bool:
+        return len(self._flying) < 2 or sum(self._flying.values()) + self._size(push) <= WINDOW
+
+    def _size(self, push: _Push) -> int:
+        return self._pool.layout.layer_bytes(len(push.ids))
+
+    def _on_landing(self, layer: int, transfer: Transfer) -> None:
+        del self._flying[layer]
+        self._on_done(layer, transfer)
+        self.pump()
 
     def _rows_of(self, ids: tuple[int, ...]) -> Any:
         """The descriptors of a layer, counted from its start in both pools: the same for every layer."""

@@ -20,7 +20,7 @@ from hixl_async.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from hixl_async.kv import LayerBlocks, Layout, Pool, Verdict
+from hixl_async.kv import LayerBlocks, Layout, Pool, Verdict, flights
 
 from .conftest import LAYOUT, Pair, settle
 
@@ -603,6 +603,26 @@ class DeviceEvent:
     def query(self) -> bool:
         self.queries += 1
         return self.done
+
+
+async def test_layers_do_not_share_the_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once would land together, at the end; so no more of them fly than keep the link busy."""
+    monkeypatch.setattr(flights, "WINDOW", 0)
+    pair.p.hold = True
+    async with pair.target.reserve(tokens=11) as blocks, pair.source.reserve(tokens=11) as source:
+        stream = blocks.stream()
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+            for number, layer in enumerate((3, 1, 0, 2)):
+                pair.fill(source.ids, layer, layer + 1)
+                out.push(layer, source[layer])
+                assert len(pair.p.flights) == min(number + 1, 2)
+            for flying in (3, 4, 4, 4):
+                pair.p.flights[len(stream.landed)].land()
+                await settle()
+                assert len(pair.p.flights) == flying
+        assert stream.landed == (3, 1, 0, 2)
+        for layer in range(4):
+            assert pair.layer(pair.target, blocks.ids, layer) == pair.layer(pair.source, source.ids, layer)
 
 
 async def test_layers_wait_for_their_events_in_order(pair: Pair) -> None:
