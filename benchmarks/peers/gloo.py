@@ -55,9 +55,10 @@ class Initiator:
             meeting = os.path.join(folder, "meeting")
             line.send(meeting)
             torch, self._dist = join(0, meeting)
-        self._tensor = torch.frombuffer(page_memory(size, 7), dtype=torch.uint8)
-        self._answer = torch.zeros(1, dtype=torch.uint8)
-        self._send(Work("write", size), 1)
+            self._tensor = torch.frombuffer(page_memory(size, 7), dtype=torch.uint8)
+            self._answer = torch.zeros(1, dtype=torch.uint8)
+            # The other side still looks at the file when this one has joined; after an answer it does not.
+            self._send(Work("write", size), 1)
         line.send((None, WORD))
         if line.recv() != bytes([7]) * WORD:
             raise RuntimeError("the message did not arrive")
