@@ -55,7 +55,7 @@ WORKS: dict[Kind, tuple[Work, ...]] = {
     "idle": (Work("idle", parts=5000),),
 }
 
-FULL, SLOW = Pace(15, 0.004), Pace(7, 0.0)
+FULL, SLOW = Pace(15, 0.004), Pace(9, 0.0)
 QUICK, QUICK_SLOW = Pace(6, 0.0005), Pace(6, 0.0)
 
 
