@@ -616,8 +616,9 @@ async def test_layers_do_not_share_the_link(pair: Pair, monkeypatch: pytest.Monk
                 pair.fill(source.ids, layer, layer + 1)
                 out.push(layer, source[layer])
                 assert len(pair.p.flights) == min(number + 1, 2)
-            for flying in (3, 4, 4, 4):
-                pair.p.flights[len(stream.landed)].land()
+            for number, flying in enumerate((3, 4, 4, 4)):
+                pair.p.flights[number].land()
+                pair.p.flights[number].release()
                 await settle()
                 assert len(pair.p.flights) == flying
         assert stream.landed == (3, 1, 0, 2)
