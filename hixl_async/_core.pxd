@@ -29,6 +29,7 @@ cdef class Core(Hub):
     cdef int _check(self) except -1
     cdef Transfer _single(self, uint32_t verb, object local, object remote, object notify, object signal,
                           object deadline, object priority)
+    cdef Transfer _submit(self, Batch batch, object notify, object signal, object deadline, object priority)
     cdef int _pin_slice(self, Transfer transfer, Slice left, uint32_t verb, Link link) except -1
     cdef uint64_t _pin_buffer(self, Transfer transfer, object local, uint32_t verb, Link link) except? <uint64_t>-1
     cdef int _attach_note(self, Transfer transfer, Driver driver, object notify) except -1

@@ -140,7 +140,8 @@ cdef class Core(Hub):
             raise errors.ClosedError("the engine is closed" if self.loop is not None else
                                      "the engine is not open; use 'async with Engine(...)' or await engine.open()")
         raise errors.WrongLoopError(
-            "an engine belongs to the event loop in which it was opened; only push and ready of KV streams are legal elsewhere"
+            "an engine belongs to the event loop in which it was opened: call it there, from another thread by "
+            "loop.call_soon_threadsafe or asyncio.run_coroutine_threadsafe; only push of KV streams may be called elsewhere"
         )
 
     def _must_be_open(self):
@@ -299,7 +300,9 @@ cdef class Core(Hub):
         cdef Memory memory = left.memory
         if memory.address == NULL or memory.core is not self:
             whole(left, "local", LocalMemory)
-            raise errors.ClosedError(f"{memory!r} is closed or belongs to another engine")
+            if memory.core is not None and memory.core is not self:
+                raise errors.InvalidArgumentError(f"{memory!r} belongs to another engine")
+            raise errors.ClosedError(f"{memory!r} is closed, or belongs to no engine")
         if not memory.alive:
             raise errors.ClosedError(f"{memory!r} was closed; no new work may use it")
         if verb == HXA_READ and (<LocalMemory>memory).readonly:
@@ -358,16 +361,19 @@ cdef class Core(Hub):
         """``(address, bytes, owner, on a device)`` of an object without the buffer protocol; `Engine` knows more kinds."""
         raise errors.BufferTypeError(f"local must be a region's range or a contiguous buffer, not {type(local).__name__}")
 
-    def submit(self, Batch batch, *, notify=None, signal=None, deadline=None, priority=None):
+    def submit(self, batch, *, notify=None, signal=None, deadline=None, priority=None):
         """Starts a prepared batch; parameters and errors as for `write`.
 
         :return: a `Transfer`, already started; its result is the sum of the lengths.
         """
+        self._check()
+        if type(batch) is not Batch:
+            raise errors.InvalidArgumentError(f"batch must be a hixl_async.Batch, not {type(batch).__name__}")
+        return self._submit(batch, notify, signal, deadline, priority)
+
+    cdef Transfer _submit(self, Batch batch, object notify, object signal, object deadline, object priority):
         cdef Transfer transfer
         cdef Memory memory
-        self._check()
-        if batch is None:
-            raise errors.InvalidArgumentError("batch must be a Batch, not None")
         if batch.link.driver.core is not self:
             raise errors.InvalidArgumentError("the batch belongs to another engine")
         for memory in batch.memories:

@@ -28,9 +28,9 @@ class _Copy(NamedTuple):
 class Coalescer:
     """Collects reads and writes; those of one pass of the loop to one peer leave together, as one batch.
 
-    Between regions and ranges of them, for what is collected has to stay where it is.  Worth it where a transfer costs more than
-    a few microseconds whatever its size: over a network, or a device.  Shared memory copies what is small faster than it could
-    be collected.  Copies have no order among each other, as ever.
+    Between regions and ranges of them, for what is collected has to stay where it is.  Worth it where a transfer costs more
+    than a few microseconds whatever its size: over a network, or a device.  Shared memory copies what is small faster than it
+    could be collected.  Copies have no order among each other, as ever.
 
     Leaving ``async with engine.coalesce() as few:`` sends what is left, waits until everything that was sent is drained, and
     raises what failed in an ExceptionGroup.  Without ``async with`` the pass of the loop is what sends it.

@@ -51,6 +51,8 @@ class Blocks:
 
         :raises RangeError: if there is no such layer.
         """
+        if not isinstance(layer, int):
+            raise InvalidArgumentError(f"index blocks with the number of a layer, not with {layer!r}")
         if not 0 <= layer < self.pool.layout.layers:
             raise RangeError(f"layer {layer} does not exist: the layout has {self.pool.layout.layers} layers")
         return LayerBlocks(self, layer)

@@ -21,7 +21,7 @@ from ..errors import (
     TicketError,
     WrongLoopError,
 )
-from ..types import Access, AccessLike
+from ..types import Access, AccessLike, PeerState
 from .blocks import Blocks, Reservation
 from .exchange import Exchange
 from .layout import Layout
@@ -80,8 +80,16 @@ class Pool:
             raise InvalidArgumentError(f"layout must be a hixl_async.kv.Layout, not {type(layout).__name__}")
         if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
             raise InvalidArgumentError(f"blocks must be a positive integer, not {blocks!r}")
+        if not hasattr(engine, "allocate"):
+            raise InvalidArgumentError(f"engine must be a hixl_async.Engine, not {engine!r}")
+        if blocks >= 1 << 31 or layout.pool_bytes(blocks) >= 1 << 62:
+            raise InvalidArgumentError(f"a pool of {blocks} blocks has more than any machine; use fewer")
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"name must be a string, not {name!r}")
         order = None
         if shuffle is not None:
+            if not isinstance(shuffle, int):
+                raise InvalidArgumentError(f"shuffle must be a whole number or None, not {shuffle!r}")
             order = list(range(blocks))
             random.Random(shuffle).shuffle(order)
         self.engine = engine
@@ -234,6 +242,10 @@ class Pool:
         :raises InvalidArgumentError: if `timeout` is not a positive number.
         """
         self._check_usable()
+        if not hasattr(peer, "identity"):
+            raise InvalidArgumentError(f"peer must be a peer of the pool's engine, not {peer!r}")
+        if peer.state is PeerState.UP and peer not in self.engine.peers:
+            raise InvalidArgumentError(f"{peer!r} is a peer of another engine than the pool's; connect this one to it")
         if not timeout > 0:
             raise InvalidArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
         parsed = Ticket.parse(ticket)

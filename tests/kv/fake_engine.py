@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from hixl_async.errors import ClosedError, HixlError, InvalidArgumentError, PeerLostError, TransferTimeoutError
+from hixl_async.types import PeerState
 
 _numbers = itertools.count(1)
 
@@ -97,8 +98,10 @@ class Peer:
 
     def __init__(self, engine: Engine, other_engine: Engine) -> None:
         self.engine, self.loop = engine, engine.loop
+        engine.peers.append(self)
         self.name, self.identity, self.address = other_engine.name, other_engine.identity, other_engine.address
         self.other: Peer
+        self.state = PeerState.UP
         self.error: HixlError | None = None
         self.confirmed_dead = False
         #: False keeps what the other side sends in the queue, like a stopped process.
@@ -230,6 +233,7 @@ class Engine:
         self.identity = SimpleNamespace(incarnation=self.incarnation)
         self.on_close = self.close_callbacks = _Callbacks()
         self.regions: dict[str, Region] = {}
+        self.peers: list[Peer] = []
         self.handlers: dict[str, Callable[[Peer, dict[str, Any]], dict[str, Any]]] = {}
         self.hold = False
         self.flights: list[Transfer] = []

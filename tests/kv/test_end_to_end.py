@@ -11,6 +11,9 @@ import numpy
 import pytest
 
 import hixl_async as hx
+from hixl_async import Engine, InvalidArgumentError
+from hixl_async.kv import Layout, Pool
+from hixl_async.testing import engine_pair
 
 LAYOUT = hx.kv.Layout(layers=8, kv_heads=3, head_dim=64, dtype="bfloat16", block_tokens=16)
 BLOCKS = 96
@@ -194,3 +197,46 @@ async def test_b5_no_byte_comes_after_the_fence() -> None:
                     view[:] = 2
                     await out.aclose()
                     assert (view == 2).all()
+
+
+# ---- what cannot be meant ----
+
+
+async def test_a_peer_of_another_engine() -> None:
+    async with engine_pair() as one, engine_pair() as two:
+        layout = Layout(layers=1, kv_heads=1, head_dim=8, dtype="uint8", block_tokens=4)
+        target = Pool(one.right, layout, blocks=2)
+        source, foreign = Pool(one.left, layout, blocks=2), Pool(two.left, layout, blocks=2)
+        async with target.reserve(blocks=1) as blocks, source.reserve(blocks=1) as data:
+            ticket = blocks.ticket()
+            for peer in (None, "peer", one.left):
+                with pytest.raises(InvalidArgumentError, match="peer"):
+                    source.open_stream(peer, ticket)  # type: ignore[arg-type]
+            with pytest.raises(InvalidArgumentError, match="another engine"):
+                foreign.open_stream(one.peer, ticket)
+            # Nothing was sent: the ticket is still good.
+            async with source.open_stream(one.peer, ticket) as out:
+                out.push(0, data[0])
+            for layer in ("x", None, 1.5):
+                with pytest.raises(InvalidArgumentError, match="number of a layer"):
+                    data[layer]
+        for pool in (target, source, foreign):
+            await pool.aclose()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"blocks": 1 << 33}, "blocks"),
+        ({"blocks": 1 << 50}, "blocks"),
+        ({"blocks": 2, "shuffle": []}, "shuffle"),
+        ({"blocks": 2, "name": 7}, "name"),
+        ({"blocks": 2, "engine": None}, "engine"),
+    ],
+)
+async def test_pools_that_cannot_be(options: dict[str, Any], word: str) -> None:
+    async with Engine() as engine:
+        layout = Layout(layers=1, kv_heads=1, head_dim=8, dtype="uint8", block_tokens=4)
+        with pytest.raises(InvalidArgumentError, match=word):
+            Pool(**{"engine": engine, "layout": layout, **options})
+        assert engine.stats().regions == 0
