@@ -532,6 +532,31 @@ def test_memory_is_held_until_the_connection_is_cut(world: World, sim: Sim) -> N
     assert ops[0].history == [vt.COMPLETED, vt.RELEASED]
 
 
+@pytest.mark.parametrize("form", ["slow", "full"])
+def test_memory_is_held_until_an_asynchronous_disconnect_is_over(opened: Maker, sim: Sim, form: str) -> None:
+    """It may take longer than the timeout it was given, and there may be no room for it at first."""
+    pool = '{"connect_pool.thread_num":1,"connect_pool.task_queue_capacity":1}'
+    a = opened(connect_via="async", connect_timeout_ms=500, GlobalResourceConfig=pool)
+    worlds = [warm(World(*vt.join(a, opened()))) for _ in range({"slow": 1, "full": 3}[form])]
+    sim.set(FAULTS="hang;disconnect_stall@1=" + {"slow": "3", "full": "1"}[form], LATENCY_US=100)
+    ops = [world.write(0, 0, 4096) for world in worlds]
+    wait(lambda: sim.count("live_requests") == len(ops), worlds[0])
+    for world, op in zip(worlds, ops, strict=True):
+        world.left.instance.vt.abandon(world.left.handle, op.pointer)
+
+    def over() -> bool:
+        released = sum(op.released for op in ops)
+        assert sim.count("live_requests") <= len(ops) - released, "released while HIXL may still read it"
+        return released == len(ops)
+
+    wait(over, worlds[0])
+    assert [op.status for op in ops] == [vt.TIMEOUT] * len(ops)
+    sim.set(FAULTS="", LATENCY_US=0)
+    for world in worlds:
+        world.write(0, 0, world.size).ok(world.left)
+        assert world.there.view == world.here.view
+
+
 def test_a_dead_stream_says_waiting_for_ever(world: World, sim: Sim) -> None:
     """There is no cancelling: the op is abandoned, the link cut, and everything on it told; then it goes on."""
     sim.set(FAULTS="hang@2", LATENCY_US=100)

@@ -19,6 +19,19 @@ uint64_t pause_after(uint32_t refusals) {
     return PAUSES[std::min<size_t>(refusals, sizeof PAUSES / sizeof *PAUSES) - 1];
 }
 
+// Between two questions: longer each time.
+class Pause {
+  public:
+    void rest() {
+        const struct timespec time = {0, static_cast<long>(next_)};
+        nanosleep(&time, nullptr);
+        next_ = std::min(next_ * 2, 10 * MS);
+    }
+
+  private:
+    uint64_t next_ = 100 * US;
+};
+
 constexpr Outcome ENDED = {HXA_E_LINK, 0, HXA_SCOPE_LINK};
 constexpr Outcome BROKEN = {HXA_E_LINK, static_cast<int32_t>(abi::FAILED), HXA_SCOPE_OP};
 
@@ -272,18 +285,32 @@ void Route::drive(uint64_t now, uint64_t &next) {
 
 // ---- connecting -----------------------------------------------------------------------------------------------------
 
-uint32_t Route::wait_async(abi::AsyncConnectStatus good, int32_t timeout_ms) {
+// ConnectAsync, until it has happened or the time is up.  What may yet happen after that is undone.
+uint32_t Route::connect_async(int32_t timeout_ms) {
     const uint64_t end = clock_now() + static_cast<uint64_t>(timeout_ms) * MS;
-    for (uint64_t pause = 100 * US; clock_now() < end; pause = std::min(pause * 2, 10 * MS)) {
+    uint32_t native = self_.library.connect_async(&self_.hixl, remote_, timeout_ms);
+    for (Pause pause; native == abi::RESOURCE_EXHAUSTED && clock_now() < end; pause.rest())
+        native = self_.library.connect_async(&self_.hixl, remote_, timeout_ms);
+    if (native != abi::SUCCESS) return native;
+    for (Pause pause; clock_now() < end + SECOND; pause.rest()) {
         abi::AsyncConnectStatus status = abi::NOT_CONNECT;
-        const uint32_t native = self_.library.connect_status(&self_.hixl, remote_, status);
-        if (native != abi::SUCCESS) return native;
-        if (status == good) return abi::SUCCESS;
+        if (self_.library.connect_status(&self_.hixl, remote_, status) != abi::SUCCESS) continue;
+        if (status == abi::CONNECTED) return abi::SUCCESS;
         if (status == abi::CONNECT_FAILED) return abi::FAILED;  // its code is lost in this form
-        const struct timespec rest = {0, static_cast<long>(pause)};
-        nanosleep(&rest, nullptr);
     }
+    disconnect_async(timeout_ms);
     return abi::TIMEOUT;
+}
+
+// DisconnectAsync, and not back before it has happened, however long that takes and whatever is answered: until then
+// HIXL uses the memory of what is in flight.
+void Route::disconnect_async(int32_t timeout_ms) {
+    for (Pause pause; self_.library.disconnect_async(&self_.hixl, remote_, timeout_ms) != abi::SUCCESS;) pause.rest();
+    for (Pause pause;; pause.rest()) {
+        abi::AsyncConnectStatus status = abi::DISCONNECT_PENDING;
+        const uint32_t native = self_.library.connect_status(&self_.hixl, remote_, status);
+        if (native == abi::SUCCESS && status == abi::NOT_CONNECT) return;
+    }
 }
 
 uint32_t Route::connect_call() {
@@ -291,21 +318,17 @@ uint32_t Route::connect_call() {
     Call call(self_, "Connect");
     if (!call.allowed) return abi::FAILED;
     const int32_t timeout = self_.options.connect_timeout_ms;
-    if (!self_.options.connect_async || self_.library.connect_async == nullptr)
-        return self_.library.connect(&self_.hixl, remote_, timeout);
-    const uint32_t native = self_.library.connect_async(&self_.hixl, remote_, timeout);
-    return native == abi::SUCCESS ? wait_async(abi::CONNECTED, timeout + 1000) : native;
+    return by_async() ? connect_async(timeout) : self_.library.connect(&self_.hixl, remote_, timeout);
 }
 
-uint32_t Route::disconnect_call() {
+// Whatever it answers, our side of the connection is gone when it returns.
+void Route::disconnect_call() {
     Gate::Control control(self_.gate);
     Call call(self_, "Disconnect");
-    if (!call.allowed) return abi::FAILED;
+    if (!call.allowed) return;
     const int32_t timeout = gone_ != 0 ? GONE_TIMEOUT_MS : self_.options.connect_timeout_ms;
-    if (!self_.options.connect_async || self_.library.connect_async == nullptr)
-        return self_.library.disconnect(&self_.hixl, remote_, timeout);
-    const uint32_t native = self_.library.disconnect_async(&self_.hixl, remote_, timeout);
-    return native == abi::SUCCESS ? wait_async(abi::NOT_CONNECT, timeout + 1000) : native;
+    if (by_async()) disconnect_async(timeout);
+    else self_.library.disconnect(&self_.hixl, remote_, timeout);
 }
 
 // Whoever connects sees the memory that was registered before, on both sides.
@@ -379,7 +402,7 @@ void Route::part() {
     gone_ = std::all_of(links_.begin(), links_.end(), [](const hxa_link *link) { return link->dead.load(); });
     const std::shared_ptr<Strand> self = shared_from_this();
     control_->post([this, self] {
-        disconnect_call();  // whatever it answers, our side of the connection is gone
+        disconnect_call();
         // One back-end forgets what the peer has not fetched when the connection ends.
         if (self_.batch == 0)
             for (hxa_link *link : senders_)

@@ -46,8 +46,10 @@ class Route : public Strand {
     void give_up(const Outcome &outcome);
     bool wanted() const;
     uint32_t connect_call();
-    uint32_t disconnect_call();
-    uint32_t wait_async(abi::AsyncConnectStatus good, int32_t timeout_ms);
+    void disconnect_call();
+    bool by_async() const { return self_.options.connect_async && self_.library.connect_async != nullptr; }
+    uint32_t connect_async(int32_t timeout_ms);
+    void disconnect_async(int32_t timeout_ms);
     void let_go(hxa_link *link, const Outcome &outcome);
     void left(hxa_link *link);
     void settle_links(uint64_t now, uint64_t &next);
