@@ -101,7 +101,7 @@ def test_its_command_runs(python: Path, tmp_path: Path) -> None:
 def test_every_driver_can_be_loaded(python: Path, tmp_path: Path) -> None:
     """By entry point: nothing of the source tree is there to fall back on."""
     code = "from hixl_async import drivers; print(*(f'{row.name}={row.problem}' for row in drivers.available()))"
-    assert succeeded(run(python, "-I", "-c", code, cwd=tmp_path)).split() == ["faulty=None", "shm=None"]
+    assert succeeded(run(python, "-I", "-c", code, cwd=tmp_path)).split() == ["faulty=None", "hixl=None", "shm=None"]
 
 
 def test_it_holds_what_the_package_is_made_of(wheel: Path) -> None:
@@ -117,7 +117,8 @@ def test_it_holds_what_the_package_is_made_of(wheel: Path) -> None:
     }
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     extensions = {f"{path.relative_to(ROOT).with_suffix('')}{suffix}" for path in package.glob("_*.pyx")}
-    extensions |= {f"{path.relative_to(ROOT).with_suffix('')}{suffix}" for path in package.glob("drivers/_*.c")}
+    drivers = [*package.glob("drivers/_*.c"), *package.glob("drivers/_*.cpp")]
+    extensions |= {f"{path.relative_to(ROOT).with_suffix('')}{suffix}" for path in drivers}
     assert names == wanted | extensions
 
 
