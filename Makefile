@@ -20,7 +20,7 @@ PEERS := mooncake-transfer-engine-non-cuda ucxx-cu12
 
 # The core's modules; drivers have nothing for Python but a capsule.
 COMPILED := $(subst /,.,$(basename $(wildcard hixl_async/_*.pyx)))
-SOURCES := $(shell find hixl_async -name '*.pyx' -o -name '*.pxd' -o -name '*.[ch]' -o -name '*.cpp')
+SOURCES := $(shell find hixl_async -name '*.pyx' -o -name '*.pxd' -o -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.[ch]xx')
 # A build with other switches (see setup.py) takes the place of the one before.
 BUILT := $(VENV)/built$(if $(HIXL_ASYNC_DEBUG),-debug$(HIXL_ASYNC_DEBUG))
 
