@@ -295,6 +295,7 @@ Status Hixl::GetTransferStatus(const GetTransferStatusArgs &args, std::vector<Tr
     sim::add(sim::Count::queries);
     const Status answer = engine->status_of_all(args.max_query_count, args.skip_waiting, results);
     if (answer == SUCCESS) {
+        sim::add(sim::Count::batches);
         for (const TransferResult &result : results) {
             note_answered(result.req, result.status);
         }

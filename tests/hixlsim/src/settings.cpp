@@ -16,7 +16,7 @@ namespace {
 const char *const point_names[] = {"init", "register", "connect", "connect_stall", "disconnect", "disconnect_stall", "submit",
                                    "stall", "exhausted", "transfer", "hang", "query", "notify", "ack_delay", "ack_lost"};
 const char *const count_names[] = {"submitted", "executed", "bytes", "completed", "failed", "aborted", "live_requests", "links",
-                                   "regions", "notifies", "queries", "stale"};
+                                   "regions", "notifies", "queries", "batches", "stale"};
 static_assert(sizeof point_names / sizeof *point_names == static_cast<size_t>(Point::count), "a name for each point");
 static_assert(sizeof count_names / sizeof *count_names == static_cast<size_t>(Count::count), "a name for each count");
 

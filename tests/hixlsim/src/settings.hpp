@@ -30,7 +30,7 @@ enum class Point {
 };
 
 // Counted per process, whatever the engine.
-enum class Count { submitted, executed, bytes, completed, failed, aborted, live_requests, links, regions, notifies, queries, stale, count };
+enum class Count { submitted, executed, bytes, completed, failed, aborted, live_requests, links, regions, notifies, queries, batches, stale, count };
 
 struct Settings {
     std::atomic<uint64_t> latency_ns{0};
