@@ -8,9 +8,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "route.hpp"
@@ -28,27 +30,44 @@ uint64_t random_word() {
     return word;
 }
 
-// A port that is free now; somebody may take it before HIXL does, hence several tries.
-uint16_t free_port(const std::string &ip) {
+// 0 if somebody can listen there, or the errno.  Port 0 becomes one that is free now; somebody may take it before HIXL
+// does.
+int probe(const std::string &ip, uint16_t &port) {
     struct sockaddr_storage address = {};
     socklen_t size;
     struct sockaddr_in *four = reinterpret_cast<struct sockaddr_in *>(&address);
     struct sockaddr_in6 *six = reinterpret_cast<struct sockaddr_in6 *>(&address);
     if (inet_pton(AF_INET, ip.c_str(), &four->sin_addr) == 1) {
         address.ss_family = AF_INET;
+        four->sin_port = htons(port);
         size = sizeof *four;
     } else {
         inet_pton(AF_INET6, ip.c_str(), &six->sin6_addr);
         address.ss_family = AF_INET6;
+        six->sin6_port = htons(port);
         size = sizeof *six;
     }
     const int fd = socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    uint16_t port = 0;
-    if (fd >= 0 && bind(fd, reinterpret_cast<struct sockaddr *>(&address), size) == 0
-        && getsockname(fd, reinterpret_cast<struct sockaddr *>(&address), &size) == 0)
-        port = ntohs(address.ss_family == AF_INET ? four->sin_port : six->sin6_port);
-    if (fd >= 0) close(fd);
-    return port;
+    if (fd < 0) return errno;
+    const int on = 1;
+    if (port != 0) setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);  // connections of before are no listener
+    int error = 0;
+    if (bind(fd, reinterpret_cast<struct sockaddr *>(&address), size) != 0
+        || getsockname(fd, reinterpret_cast<struct sockaddr *>(&address), &size) != 0)
+        error = errno;
+    else port = ntohs(address.ss_family == AF_INET ? four->sin_port : six->sin6_port);
+    close(fd);
+    return error;
+}
+
+// Empty, or why HIXL could not listen: it would say no more than FAILED.
+std::string place_problem(const Options &options) {
+    uint16_t port = options.port;
+    const int error = probe(options.ip, port);
+    if (error == EADDRNOTAVAIL) return text("hixl: hixl_ip=%s: this machine has no such address", options.ip.c_str());
+    if (error != EADDRINUSE && error != EACCES) return "";  // HIXL may fare better
+    return text("hixl: hixl_port=%u: HIXL cannot listen at %s: %s", options.port,
+                address_text(options.ip, options.port).c_str(), std::strerror(error));
 }
 
 // As much of it as there is room for.
@@ -197,8 +216,9 @@ Outcome hxa_instance::initialize() {
     if (closing != 0 || started != 0) return {HXA_E_INVALID, 0, HXA_SCOPE_OP};
     uint32_t native = abi::FAILED;
     for (int i = 0; i < PORTS_TO_TRY; i++) {
-        const uint16_t port = options.port != 0 ? options.port : free_port(options.ip);
-        if (port == 0) return {HXA_E_SYSTEM, errno, HXA_SCOPE_OP};
+        uint16_t port = options.port;
+        const int error = port == 0 ? probe(options.ip, port) : 0;
+        if (error != 0) return {HXA_E_SYSTEM, error, HXA_SCOPE_OP};
         id = address_text(options.ip, port);
         abi::Options settings;
         for (const auto &entry : options.hixl) settings.emplace(library.text(entry.first), library.text(entry.second));
@@ -206,7 +226,12 @@ Outcome hxa_instance::initialize() {
         native = library.initialize(&hixl, library.text(id), settings);
         if (native != abi::FAILED || options.port != 0) break;  // FAILED: the port was taken meanwhile
     }
-    if (native != abi::SUCCESS) return outcome_of(native);
+    if (native != abi::SUCCESS) {
+        log(nullptr, text("hixl: Initialize at %s (hixl_ip, hixl_port) answered %u", id.c_str(), native));
+        Outcome outcome = outcome_of(native);
+        if (outcome.status == HXA_E_LINK) outcome.status = HXA_E_UNSUPPORTED;  // there is no link yet
+        return outcome;
+    }
 
     // One batch query tells whether there are any here, and with it what requests are.
     bool able = false;
@@ -286,6 +311,7 @@ int instance_open(const hxa_option *options, size_t n, const hxa_sink *sink, hxa
     int status = wanted.parse(options, n, reason);
     Library library;
     if (status == 0) status = library.load(wanted.library, reason);
+    if (status == 0 && !(reason = place_problem(wanted)).empty()) status = -HXA_E_SYSTEM;
     if (status != 0) {
         copy_text(reason, error, error_len);
         return status;

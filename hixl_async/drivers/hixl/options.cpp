@@ -1,6 +1,7 @@
 #include "options.hpp"
 
 #include <arpa/inet.h>
+#include <netinet/in.h>
 #include <sched.h>
 
 #include <cerrno>
@@ -204,6 +205,18 @@ int cpus() {
     return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
+// Not all addresses, none, or those of a group.
+bool of_one_machine(const std::string &ip) {
+    struct in_addr four;
+    struct in6_addr six;
+    if (inet_pton(AF_INET6, ip.c_str(), &six) == 1) {
+        if (!IN6_IS_ADDR_V4MAPPED(&six)) return !IN6_IS_ADDR_UNSPECIFIED(&six) && !IN6_IS_ADDR_MULTICAST(&six);
+        std::memcpy(&four, six.s6_addr + 12, sizeof four);
+    } else inet_pton(AF_INET, ip.c_str(), &four);
+    const uint32_t number = ntohl(four.s_addr);
+    return number >> 24 != 0 && !IN_MULTICAST(number) && number != INADDR_BROADCAST;
+}
+
 // "": it was taken; else what is wrong.
 std::string take(Options &out, const std::string &key, const std::string &value) {
     if (key == "library") {
@@ -212,9 +225,9 @@ std::string take(Options &out, const std::string &key, const std::string &value)
     }
     if (key == "hixl_ip") {
         out.ip = value;
-        return valid_address(address_text(value, 1))
-                   ? ""
-                   : "it must be a literal IPv4 or IPv6 address, for HIXL asks no name server";
+        if (!valid_address(address_text(value, 1)))
+            return "it must be a literal IPv4 or IPv6 address, for HIXL asks no name server";
+        return of_one_machine(value) ? "" : "it must be an address of this machine that peers can connect to";
     }
     for (const Setting &setting : SETTINGS) {
         if (key != setting.key) continue;
