@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 
-
 #: How the reason of a skip ends where a machine lacks what nobody can install.
 HARDWARE = "torch sees no GPU"
 
