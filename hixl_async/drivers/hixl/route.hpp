@@ -54,7 +54,6 @@ class Route : public Strand {
     void left(hxa_link *link);
     void settle_links(uint64_t now, uint64_t &next);
     bool shared(const hxa_link *link) const;
-    void detach(hxa_link *link);
     void fail_waiting(hxa_link *link, const Outcome &outcome);
 
     // flight.cpp: requests.
