@@ -11,9 +11,8 @@ from ..types import Ready
 
 __all__ = ["ReadyPoller", "predicate"]
 
-#: Seconds between two looks at the marks: the first, and what it doubles up to while nothing happens.  Loops round
-# timers
-#: to milliseconds, up (asyncio) or to the nearest (uvloop), so that the short ones mean "soon".
+#: Seconds between two looks at the marks: the first, and what it doubles up to while nothing happens.  Loops
+#: round timers to milliseconds, up (asyncio) or to the nearest (uvloop), so that the short ones mean "soon".
 SHORTEST, LONGEST = 50e-6, 1e-3
 
 #: Where torch's events (of NPUs, of CUDA, of any accelerator) show the device's own event: 0 until they are first recorded.
