@@ -106,7 +106,7 @@ class EngineConfig:
         if notify_batch_size is None:
             text = os.environ.get("HIXL_NOTIFY_BATCH_SIZE", "")
             try:
-                notify_batch_size = int(text) if text else 256
+                notify_batch_size = int(text) if text else cls.notify_batch_size
             except ValueError:
                 raise InvalidArgumentError(f"HIXL_NOTIFY_BATCH_SIZE must be a whole number, not {text!r}") from None
         unknown = settings.keys() - cls.__dataclass_fields__.keys()
