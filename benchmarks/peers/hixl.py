@@ -9,7 +9,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
-from rig.side import BLOCK_STRIDE, Work, new_loop, serve_line
+from rig.side import BLOCK_STRIDE, Work, idle, new_loop, serve_line
 
 from hixl_async import Batch, Engine, Peer, RemoteRegion, Subscription
 
@@ -94,7 +94,7 @@ class Initiator:
             "flight": self._flight,
             "notify": self._notify,
             "deliver": self._deliver,
-            "idle": self._idle,
+            "idle": lambda work, _: idle(work),
         }
         return self._loop.run_until_complete(how[work.kind](work, times))
 
@@ -157,11 +157,6 @@ class Initiator:
         for _ in range(times):
             await engine.write(kv[a:b], remote[a:b], notify=(DATA, b""))
             await answers.get()
-        return perf_counter_ns() - start
-
-    async def _idle(self, work: Work, times: int) -> int:
-        start = perf_counter_ns()
-        await asyncio.sleep(work.parts / 1000)
         return perf_counter_ns() - start
 
 

@@ -8,7 +8,7 @@ import struct
 from multiprocessing.connection import Connection
 from time import perf_counter_ns
 
-from rig.side import Work, new_loop, page_memory, serve_line
+from rig.side import Work, idle, new_loop, page_memory, serve_line
 
 __all__ = ["Initiator", "receive_into", "target"]
 
@@ -82,15 +82,10 @@ class Initiator:
     def run(self, work: Work, times: int) -> int | None:
         """See `rig.side.Initiator`."""
         if work.kind == "idle":
-            return self._loop.run_until_complete(self._idle(work))
+            return self._loop.run_until_complete(idle(work))
         if work.kind not in ("write", "deliver"):
             return None
         return self._loop.run_until_complete(self._send(work, times))
-
-    async def _idle(self, work: Work) -> int:
-        start = perf_counter_ns()
-        await asyncio.sleep(work.parts / 1000)
-        return perf_counter_ns() - start
 
     async def _send(self, work: Work, times: int) -> int:
         loop, sock, memory, answer = self._loop, self._sock, self._memory, memoryview(bytearray(1))

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from time import perf_counter_ns
 from typing import Any
 
-from rig.side import BLOCK_STRIDE, Work, new_loop, page_memory, serve_line
+from rig.side import BLOCK_STRIDE, Work, idle, new_loop, page_memory, serve_line
 
 __all__ = ["Initiator", "target"]
 
@@ -69,17 +69,12 @@ class Initiator:
     def run(self, work: Work, times: int) -> int | None:
         """See `rig.side.Initiator`."""
         if work.kind == "idle":
-            return self._loop.run_until_complete(self._idle(work))
+            return self._loop.run_until_complete(idle(work))
         if work.kind in ("list", "rows", "flight"):
             return self._loop.run_until_complete(self._send_many(work, times))
         if work.kind == "notify":
             return None
         return self._loop.run_until_complete(self._send(work, times))
-
-    async def _idle(self, work: Work) -> int:
-        start = perf_counter_ns()
-        await asyncio.sleep(work.parts / 1000)
-        return perf_counter_ns() - start
 
     async def _send(self, work: Work, times: int) -> int:
         reader, writer, memory = self._reader, self._writer, self._memory

@@ -6,9 +6,10 @@ import asyncio
 import mmap
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
+from time import perf_counter_ns
 from typing import Any, Literal, NamedTuple, Protocol
 
-__all__ = ["ASK", "BLOCK_STRIDE", "Initiator", "Kind", "Work", "new_loop", "page_memory", "serve_line"]
+__all__ = ["ASK", "BLOCK_STRIDE", "Initiator", "Kind", "Work", "idle", "new_loop", "page_memory", "serve_line"]
 
 Kind = Literal["write", "list", "rows", "flight", "notify", "deliver", "idle"]
 
@@ -47,6 +48,13 @@ class Initiator(Protocol):
 
     def run(self, work: Work, times: int) -> int | None:
         """Does `work` that many times; nanoseconds, or None if there is no way to do it."""
+
+
+async def idle(work: Work) -> int:
+    """Nothing, for as long as the work says; answers the nanoseconds that it was."""
+    start = perf_counter_ns()
+    await asyncio.sleep(work.parts / 1000)
+    return perf_counter_ns() - start
 
 
 def new_loop(kind: str) -> asyncio.AbstractEventLoop:
