@@ -35,3 +35,8 @@ __all__ = [
     *_errors,
     *_types,
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public; the modules behind it are not."""
+    return sorted([*__all__, "__version__"])

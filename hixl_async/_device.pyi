@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import Any, final
 
-from ._core import Core
+from ._flights import Flights
 from ._transfer import Transfer
 
 @final
 class DeviceCopies:
     def __init__(
         self,
-        core: Core,
+        core: Flights,
         pin: Callable[[Any, int, int], Callable[[], object] | None],
         copy: Callable[[Any, int, int, bool], Any],
     ) -> None: ...

@@ -3,7 +3,7 @@
 cimport cython
 from cpython.mem cimport PyMem_Malloc
 
-from ._core cimport Core
+from ._flights cimport Flights
 from ._link cimport driver_error
 from ._memory cimport RemoteMemory
 from ._transfer cimport ACTIVE, FAILED, Transfer
@@ -28,12 +28,12 @@ cdef class DeviceCopies:
     :param copy: ``copy(tensor, address, nbytes, to_device)`` begins a copy; answers its event, which has ``query()``.
     """
 
-    cdef Core core
+    cdef Flights core
     cdef object pin, copy, timer
     cdef list flights
     cdef double delay
 
-    def __init__(self, Core core, pin, copy):
+    def __init__(self, Flights core, pin, copy):
         self.core, self.pin, self.copy, self.flights, self.delay = core, pin, copy, [], SHORTEST_LOOK
 
     def begin(self, Transfer transfer):

@@ -58,3 +58,4 @@ cdef class Transfer:
     cdef bint _stop(self) except -1
     cdef bint _abandonable(self) noexcept
     cdef object _failure(self)
+    cdef object _failed_row(self)

@@ -337,6 +337,13 @@ cdef class Transfer:
             self.abandoned = True
             self.link.driver.table.abandon(self.link.link, &self.op)
 
+    cdef object _failed_row(self):
+        """The number of the copy that failed, as the program listed it, or None."""
+        cdef int64_t index = self.op.failed
+        if type(self.local) is Batch:
+            index = (<Batch>self.local)._row(index)
+        return index if index >= 0 else None
+
     cdef int _unpin(self) except -1:
         """Lets go of everything that the flight held; called once, at the release or when submit was refused or done."""
         cdef Memory memory

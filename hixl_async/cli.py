@@ -16,6 +16,7 @@ import platform
 import re
 import statistics
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +34,12 @@ FAILED, USAGE, REFUSED, INTERRUPTED = 1, 2, 3, 130
 PING = "hixl.ping"
 #: A region of this name, with access to write, is there to be overwritten by `ping`: no other is ever touched.
 SCRATCH = "hixl.scratch"
+#: What is said of a driver without memory of its own.
+WRAPPER = "goes around another driver, to test with; see hixl_async.testing"
+#: Characters of a line about a driver.
+WIDTH = 100
+#: How this command is given what a program passes as ``secret=``.
+SECRET = "the secret is read from --secret-file, or from HIXL_ASYNC_SECRET"
 #: A control message has room for this much; it carries text, in which a byte takes one.
 MAX_SIZE = 32 << 10
 
@@ -60,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (HixlError, OSError) as error:
         if options.debug:
             traceback.print_exc()
-        print(f"hixl-async: {error}", file=sys.stderr)
+        here = f" ({SECRET})" if isinstance(error, AuthenticationError) else ""
+        print(f"hixl-async: {error}{here}", file=sys.stderr)
         if isinstance(error, AuthenticationError | ProtocolError | NoRouteError):
             return REFUSED
         return USAGE if isinstance(error, UsageError) else FAILED
@@ -83,8 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         help="connect to a running engine, and time what it answers",
         description="Connects to a running engine and times round trips of control messages. The peer's memory is left"
         f" alone, unless it exports a region {SCRATCH!r} with access to write: then writes into that are timed too.",
-        epilog="The secret comes from --secret-file or from HIXL_ASYNC_SECRET, never from the command line, which other"
-        " users can read.",
+        epilog=f"{SECRET}, never from the command line, which other users can read.",
     )
     ping.add_argument("address", metavar="ADDRESS", help="host:port where the engine listens")
     ping.add_argument("--count", type=_number(1, 1_000_000), default=10, help="round trips (default: 10)")
@@ -139,7 +146,7 @@ async def _show_info(as_json: bool) -> bool:
     }
     known = [await _examine(driver) for driver in drivers.available()]
     findings = probes.findings()
-    usable = any(examined.driver.problem is None for examined in known)
+    usable = any(driver.problem is None and not _wraps(driver) for driver, _, _ in known)
     if as_json:
         rows = [{**driver._asdict(), "limits": limits, "facts": about} for driver, limits, about in known]
         print(json.dumps({**facts, "drivers": rows, "machine": [finding._asdict() for finding in findings]}, indent=2))
@@ -147,8 +154,10 @@ async def _show_info(as_json: bool) -> bool:
     _table((name, value or "not installed") for name, value in facts.items())
     print("\ndrivers")
     for driver, limits, about in known:
-        first, *rest = (f"missing: {driver.problem}" if driver.problem else ", ".join(driver.capabilities)).splitlines()
-        _table([(driver.name, first), *(("", line.strip()) for line in rest)])
+        what = WRAPPER if _wraps(driver) else ", ".join(driver.capabilities)
+        text = f"missing: {driver.problem}" if driver.problem else what
+        first, *rest = textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+        _table([(driver.name, first), *(("", line) for line in rest)])
         _table(("", f"{name.replace('_', ' ')} {value}") for name, value in limits.items())
         _table(("", f"{name}: {value}") for name, value in about.items())
     print("\nmachine")
@@ -166,7 +175,7 @@ class _Examined(NamedTuple):
 
 async def _examine(driver: DriverInfo) -> _Examined:
     """What a driver says of itself once it is open, or why it cannot be opened here."""
-    if driver.problem is not None:
+    if driver.problem is not None or _wraps(driver):
         return _Examined(driver, {}, {})
     engine = Engine(drivers=[driver.name])
     limits: dict[str, int] = {}
@@ -176,6 +185,10 @@ async def _examine(driver: DriverInfo) -> _Examined:
     except HixlError as error:
         driver = driver._replace(problem=str(error))
     return _Examined(driver, limits, engine.driver_facts().get(driver.name, {}))
+
+
+def _wraps(driver: DriverInfo) -> bool:
+    return driver.problem is None and not {"allocate", "register"} & set(driver.capabilities)
 
 
 def _cython_version() -> str | None:

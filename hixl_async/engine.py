@@ -427,13 +427,17 @@ class Engine(Core):
             peer._exports.offer(region)
         return region
 
+    def _revoke(self, region: Region) -> None:
+        if self._numbers.get(region.number) is not region:
+            return
+        self._must_be_open()
+        self._forget_region(region)
+        for peer in self.peers:
+            peer._exports.withdraw(region)
+
     async def _withdraw(self, region: Region) -> None:
-        if self._numbers.get(region.number) is region:
-            self._must_be_open()
-            self._forget_region(region)
-            for peer in self.peers:
-                peer._exports.withdraw(region)
-        elif self.closed:
+        self._revoke(region)
+        if self.closed:
             return
         self._must_be_here()
         users = [peer for peer in self._peers if region in peer._exports]
@@ -607,9 +611,9 @@ class Engine(Core):
         elif kind == _link.EVENT_SIGNAL:
             peer._signalled()
         elif kind == _link.EVENT_MESSAGE:
-            peer._tell_driver(driver, data)
+            peer._links.tell(driver, data)
         elif kind == _link.EVENT_LINK_DOWN:
-            peer._link_down(data.decode("utf-8", "replace"))
+            peer._link_down(driver, data.decode("utf-8", "replace"))
 
     # -- counters
 

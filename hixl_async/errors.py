@@ -63,6 +63,10 @@ __all__ = [
 ]
 
 
+#: Characters of a message; whatever a caller passed by mistake is shown in part.
+_MOST = 4000
+
+
 class HixlError(Exception):
     """The root of all errors of this package."""
 
@@ -74,6 +78,8 @@ class HixlError(Exception):
     def __init__(
         self, message: str, *, peer: str | None = None, index: int | None = None, native: int | None = None
     ) -> None:
+        if len(message) > _MOST:
+            message = f"{message[: _MOST // 2]} ... {message[-_MOST // 4 :]}"
         super().__init__(message)
         #: Name of the peer concerned, where there is one.
         self.peer = peer

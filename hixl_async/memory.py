@@ -35,6 +35,8 @@ def parse_access(value: AccessLike) -> Access:
 class RegionOwner(Protocol):
     """What a region needs of its engine."""
 
+    def _revoke(self, region: Region) -> None: ...
+
     async def _withdraw(self, region: Region) -> None: ...
 
 
@@ -121,6 +123,13 @@ class Region(LocalMemory):
 
         tensor = torch.frombuffer(self, dtype=dtype or torch.uint8)
         return tensor if shape is None else tensor.reshape(shape)
+
+    def revoke(self) -> None:
+        """Withdraws the region without waiting for anybody: no new work may use it, and its name is free.  Idempotent.
+
+        The memory stays pinned while work in flight or a peer still uses it; `aclose` waits for them.
+        """
+        self._engine._revoke(self)
 
     async def aclose(self) -> None:
         """Withdraws the region: no new work at once, then waits for ours and for the peers that use it.  Idempotent.

@@ -16,24 +16,22 @@ import contextlib
 import logging
 import os
 import select
-import sys
 from asyncio import FIRST_COMPLETED
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ._link import CAP_SAME_HOST, MESSAGE_LIMIT, Link
+from ._link import Link
 from .calls import Calls, Handler
 from .errors import (
     ClosedError,
-    DriverError,
     HixlError,
     InvalidArgumentError,
-    NoRouteError,
     PeerLostError,
     ProtocolError,
 )
+from .links import Links
 from .memory import Region, RemoteRegion
-from .messages import Incoming, binary_text, close_all
+from .messages import Incoming, close_all
 from .sharing import Exports, Imports
 from .types import Access, Address, PeerState
 
@@ -86,10 +84,7 @@ class Peer:
         self._loop = host.loop
         self._cookie = host._attach(self)
         self._dialled_at: set[Address] = set()  # where `connect` finds it
-        self._links: dict[str, Link] = {}
-        self._unjoined: set[str] = set()
-        self._their_ready = False
-        self._ready = self._loop.create_future()
+        self._links = Links(self)
         self._calls = Calls(self)
         self._exports = Exports(self)
         self._imports = Imports(self)
@@ -125,7 +120,7 @@ class Peer:
     @property
     def drivers(self) -> tuple[str, ...]:
         """Names of the drivers that link us with the peer, in our order of preference."""
-        return tuple(self._links)
+        return self._links.names
 
     @property
     def same_host(self) -> bool:
@@ -144,7 +139,7 @@ class Peer:
         """
         if isinstance(region, str):
             region = self._imports.imported(region)
-        others = [name for name in self._links if name != region.link.driver.name]
+        others = [name for name in self._links.names if name != region.link.driver.name]
         rest = f"; also linked: {', '.join(others)}" if others else ", the only one that both sides share"
         return f"{region.link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"
 
@@ -166,84 +161,26 @@ class Peer:
             raise InvalidArgumentError(
                 f"bytes_per_second must be a number of at least 1, or None for no limit, not {bytes_per_second!r}"
             )
-        for link in self._links.values():
+        for link in self._links:
             link.pace(rate)
 
     # -- coming up
 
     async def _establish(self) -> None:
-        """Links every driver that both sides have; done when both sides can submit.
+        """Links every driver that both sides have; done when both sides can submit over all that could be linked.
 
         :raises NoRouteError: if there is none.
+        :raises ConnectError: if none could be linked; it lists all failures.
         """
-        drivers = self._host._shared_drivers(self.identity.drivers, self._connection.same_host)
-        if not drivers:
-            raise NoRouteError(
-                f"no driver reaches {self.name!r}: it has {', '.join(self.identity.drivers) or 'none'}"
-                + ("" if self._connection.same_host else ", and it is not on this host (no Unix socket leg)"),
-                peer=self.name,
-            )
-        self._unjoined = {driver.name for driver in drivers}
         self._connection.start(self._on_message, self._on_connection_lost)
-        for driver in drivers:
-            self._links[driver.name], card, fds = driver.link_new(self._cookie, self.name)
-            self._send("link", {"driver": driver.name, "card": binary_text(card)}, fds)
-        await self._ready
+        self._links.establish()
+        await self._links.ready
 
-    def _on_link(self, message: Incoming) -> None:
-        name, card = message.text("driver"), message.card()
-        if name not in self._unjoined:
-            raise ProtocolError(f"peer {self.name!r} offered a link of {name!r} that nobody expects", peer=self.name)
-        self._unjoined.discard(name)
-        link = self._links[name]
-        try:
-            # Now, for the next message may be one for the driver, which must know its other end by then.
-            joining = link.connect(self._vouch(link, card), message.take())
-        except HixlError as error:
-            self._lose(error)
-        else:
-            self._host._spawn(self._join(link, joining))
-
-    def _vouch(self, link: Link, card: bytes) -> bytes:
-        """A same-host driver's card begins with its maker's pid; only the kernel's word for it reaches the driver."""
-        if not link.driver.capabilities & CAP_SAME_HOST:
-            return card
-        credentials = self._connection.credentials
-        claimed = int.from_bytes(card[:4], sys.byteorder)
-        if credentials is not None and claimed == credentials.pid:
-            return card
-        return bytes(4) + card[4:]
-
-    async def _join(self, link: Link, joining: Awaitable[int]) -> None:
-        try:
-            await joining
-            if self.state is PeerState.CONNECTING:
-                link.watch()
-            if self.state is PeerState.CONNECTING and self._joined:
-                self._send("ready", {"settled": all(other._over for other in self._host._others(self))})
-                self._maybe_up()
-        except HixlError as error:
-            self._lose(error)
-
-    @property
-    def _joined(self) -> bool:
-        return not self._unjoined and all(link.up for link in self._links.values())
-
-    def _on_ready(self, message: Incoming) -> None:
-        if message.flag("settled"):
-            # Nothing of its earlier connections is left there, although we could not hear its goodbye.
-            for other in self._host._others(self):
-                if other.state is PeerState.DOWN:
-                    other._become_harmless()
-        self._their_ready = True
-        self._maybe_up()
-
-    def _maybe_up(self) -> None:
-        if self.state is PeerState.CONNECTING and self._their_ready and self._joined:
-            self.state = PeerState.UP
-            _settle(self._ready, None)
-            for region in self._host._regions():
-                self._exports.offer(region)
+    def _come_up(self) -> None:
+        self.state = PeerState.UP
+        _settle(self._links.ready, None)
+        for region in self._host._regions():
+            self._exports.offer(region)
 
     # -- messages
 
@@ -270,7 +207,7 @@ class Peer:
 
     def _make_routes(self) -> dict[PeerState, Routes]:
         """What the peer is heard to say, state by state."""
-        calls, exports, imports = self._calls, self._exports, self._imports
+        calls, exports, imports, links = self._calls, self._exports, self._imports, self._links
         to_the_end: Routes = {
             "region.down": imports.on_down,
             "region.gone": exports.on_gone,
@@ -278,10 +215,15 @@ class Peer:
             "answer": calls.on_answer,
             "failure": calls.on_failure,
             "goodbye": self._on_goodbye,
-            "driver": self._on_driver,
+            "driver": links.on_driver,
         }
         return {
-            PeerState.CONNECTING: {"link": self._on_link, "ready": self._on_ready, "driver": self._on_driver},
+            PeerState.CONNECTING: {
+                "link": links.on_link,
+                "link.failed": links.on_failed,
+                "ready": links.on_ready,
+                "driver": links.on_driver,
+            },
             PeerState.UP: {
                 "region.up": imports.on_up,
                 "region.get": exports.on_get,
@@ -293,7 +235,7 @@ class Peer:
             PeerState.DOWN: {
                 "region.gone": exports.on_gone,
                 "goodbye": self._on_goodbye,
-                "driver": self._on_driver,
+                "driver": links.on_driver,
             },
         }
 
@@ -314,22 +256,6 @@ class Peer:
             )
         finally:
             message.drop()
-
-    def _tell_driver(self, driver: Driver, data: bytes) -> None:
-        """Carries what a driver of ours has to say to the one at the other end; drivers may talk as long as they are linked."""
-        if len(data) > MESSAGE_LIMIT:
-            self._lose(ProtocolError(f"driver {driver.name!r} wants to send {len(data)} bytes at once", peer=self.name))
-            return
-        with contextlib.suppress(PeerLostError):
-            self._send("driver", {"driver": driver.name, "data": binary_text(data)})
-
-    def _on_driver(self, message: Incoming) -> None:
-        name, data = message.text("driver"), message.binary("data")
-        if name not in self._links or name in self._unjoined:
-            raise ProtocolError(f"peer {self.name!r} has a message for {name!r}, which is not linked", peer=self.name)
-        if len(data) > MESSAGE_LIMIT:
-            raise ProtocolError(f"peer {self.name!r} has a message of {len(data)} bytes for {name!r}", peer=self.name)
-        self._links[name].message(data)
 
     # -- regions and requests
 
@@ -387,10 +313,7 @@ class Peer:
         :raises DriverError: if no driver has it.
         """
         self._must_be_up()
-        for link in self._links.values():
-            if link.driver.capabilities & needed:
-                return link
-        raise DriverError(f"none of the drivers linked with {self.name!r} ({', '.join(self._links)}) can {what}")
+        return self._links.first(needed, what)
 
     # -- signals and loss
 
@@ -453,9 +376,7 @@ class Peer:
         self._dead = True
         error = PeerLostError(f"the process of peer {self.name!r} ended", peer=self.name)
         error.confirmed_dead = True
-        for link in self._links.values():
-            with contextlib.suppress(HixlError):
-                link.stop(True)
+        self._links.peer_died()
         if self.state is PeerState.DOWN:
             self.error = error
             self._tell_lost()
@@ -489,13 +410,13 @@ class Peer:
         if not (self._farewell.done() and self._farewell.result()):
             self._lose(PeerLostError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name))
 
-    def _link_down(self, text: str) -> None:
+    def _link_down(self, driver: Driver, text: str) -> None:
         error = PeerLostError(f"the link to peer {self.name!r} broke: {text}", peer=self.name)
-        if self.state is PeerState.UP:
+        if self.state is PeerState.CONNECTING:
+            self._links.do_without(driver.name, error)
+        elif self.state is PeerState.UP and self._links.get(driver.name) is not None:
             self._begin_closing()
             self._end(self._part(error))
-        elif self.state is PeerState.CONNECTING:
-            self._lose(error)
 
     def _lose(self, error: HixlError) -> None:
         """The peer is gone for us: fails everything that waits for it, and stops our work for it."""
@@ -541,29 +462,20 @@ class Peer:
 
     def _begin_closing(self) -> None:
         self.state = PeerState.CLOSING
-        for link in self._links.values():
-            link.refuse()
+        self._links.refuse()
 
     async def _leave(self) -> None:
         """We leave."""
         error = ClosedError(f"the connection to {self.name!r} was closed here", peer=self.name)
         if self.state is PeerState.CLOSING:
             until = self._loop.time() + self._close_timeout
-            await self._drain(until)
+            await self._links.drain(until)
             await self._say_goodbye()
             await asyncio.wait([self._farewell], timeout=max(0, until - self._loop.time()))
             if not self._farewell.done():
                 logger.warning("peer %r did not say goodbye within %g s", self.name, self._close_timeout)
         self._go_down(error)
         await self._wind_down()
-
-    async def _drain(self, until: float) -> None:
-        """Lets our work finish by itself, as far as there is time."""
-        drains = [link.drained() for link in self._links.values()]
-        if drains:
-            _, late = await asyncio.wait(drains, timeout=max(0, until - self._loop.time()))
-            for drain in late:
-                drain.cancel()
 
     async def _part(self, error: PeerLostError) -> None:
         """The peer leaves, or its link broke.
@@ -575,7 +487,7 @@ class Peer:
             error = PeerLostError(f"peer {self.name!r} left", peer=self.name)
         # First, for our side of the links may take its time to stop, and nobody should wait for that.
         self._go_down(error)
-        await self._stop_links()
+        await self._links.stop()
         with contextlib.suppress(PeerLostError):
             self._send("goodbye", {})
         if not self._harmless:  # a broken link alone does not keep it from saying goodbye
@@ -584,7 +496,7 @@ class Peer:
 
     async def _say_goodbye(self) -> None:
         """Stops our links and tells the peer that nothing of ours will touch its memory again."""
-        await self._stop_links()
+        await self._links.stop()
         self._tell("goodbye", {})
 
     def _on_goodbye(self, message: Incoming) -> None:
@@ -605,9 +517,9 @@ class Peer:
         if self.state is PeerState.DOWN:
             return
         self.state, self.error = PeerState.DOWN, error
-        if not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # retrieved: perhaps nobody waits for it any more
+        if not self._links.ready.done():
+            self._links.ready.set_exception(error)
+            self._links.ready.exception()  # retrieved: perhaps nobody waits for it any more
         _settle(self._farewell, False)
         self._imports.lose()
         self._calls.lose(self._lost_error)
@@ -615,18 +527,10 @@ class Peer:
             self._become_harmless()
         self._tell_lost()
 
-    async def _stop_links(self) -> None:
-        for link in self._links.values():
-            try:
-                await link.stop(self._dead)
-            except HixlError as error:
-                logger.warning("link of %r to peer %r: %s", link.driver.name, self.name, error)
-
     async def _wind_down(self) -> None:
         """Gives back links and connection when nothing of ours works for them any more."""
-        await self._stop_links()
-        for link in self._links.values():
-            link.free()
+        await self._links.stop()
+        self._links.free()
         await self._connection.aclose()
         self._over = True
         self._detach_if_over()

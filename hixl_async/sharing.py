@@ -112,7 +112,7 @@ class Exports:
     def _route(self, region: Region) -> Link | asyncio.Future[DriverError | None]:
         """The first link that a region can be lent over, or the registration on which that depends."""
         failure = None
-        for link in self._peer._links.values():
+        for link in self._peer._links:
             if not region.known_to(link.driver):
                 continue
             registration = region.registrations.get(link.driver.name)
@@ -125,7 +125,7 @@ class Exports:
                 return link
         if failure is not None:
             raise DriverError(str(failure))
-        names = ", ".join(self._peer._links)
+        names = ", ".join(self._peer._links.names)
         raise NoRouteError(f"none of the linked drivers ({names}) knows this region")
 
     async def _give_later(self, call: int, number: int, registration: asyncio.Future[DriverError | None]) -> None:
@@ -217,7 +217,8 @@ class Imports:
                 raise
             known = ", ".join(self._offers) or "none"
             raise TransferTimeoutError(
-                f"peer {self._peer.name!r} did not export region {name!r} within {timeout:g} s; it exports: {known}",
+                f"peer {self._peer.name!r} did not export region {name!r} within {timeout:g} s; it exports: {known} "
+                "(a region with access 'none' is not exported, nor one that its grant= keeps from this engine)",
                 peer=self._peer.name,
             ) from None
 

@@ -122,7 +122,7 @@ class Pool:
                 self._words = memoryview(self._signals).cast("B").cast("Q")
             self._exchange = Exchange(self)
         except BaseException:
-            self._spawn(self._close_regions())
+            self._revoke_regions()
             raise
         engine.on_close(_closer(weakref.ref(self)))
 
@@ -326,9 +326,16 @@ class Pool:
             self._free(blocks)
         await self._close_regions()
 
-    async def _close_regions(self) -> None:
+    def _revoke_regions(self) -> None:
+        """Frees their names at once; memory that is in use stays until it is not."""
         if self._words is not None:
             self._words.release()
+        if self._signals is not None:
+            self._signals.revoke()
+        self.region.revoke()
+
+    async def _close_regions(self) -> None:
+        self._revoke_regions()
         if self._signals is not None:
             await self._signals.aclose()
         await self.region.aclose()

@@ -24,7 +24,7 @@ Status: TypeAlias = Literal[
 
 _VERBS: dict[str, int] = {
     "read": 1, "write": 2, "transfer": 3, "note": 4, "any": 7, "start": 8, "shutdown": 16, "ready": 32, "retire": 64,
-    "call": 120,
+    "connect": 128, "call": 248,
 }  # fmt: skip
 _PARTS: dict[str, int] = {"operation": 0, "outcome": 1, "note": 2}
 _STATUS: dict[str, int] = {
@@ -131,7 +131,8 @@ class FaultPlan:
     * ``chance=0.1``: and of those a tenth, drawn by the seed,
     * ``verb="write"``: looks only at writes; ``"read"``, ``"note"`` (bare notifications and signals), ``"transfer"``
       (reads and writes), ``"any"`` of these.  `delay`, `hold`, `pending` and `fail` also know the calls of a driver whose
-      transport blocks: ``"start"``, ``"shutdown"``, ``"ready"`` and ``"retire"`` (of memory), or ``"call"`` for all.
+      transport blocks: ``"start"``, ``"shutdown"``, ``"connect"`` (of a link), ``"ready"`` and ``"retire"`` (of memory), or
+      ``"call"`` for all.
 
     Rules can be added while engines run.  A plan may serve several engines; they share its counters.
 

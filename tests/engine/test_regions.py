@@ -293,6 +293,19 @@ async def test_a_name_can_be_used_again_after_close(pair: EnginePair) -> None:
     assert bytes(memoryview(second)) == b"x" * 16
 
 
+async def test_revoking_frees_the_name_at_once_and_aclose_waits_for_the_users(pair: EnginePair) -> None:
+    region, remote = await pair.region("kv", 8)
+    region.revoke()
+    region.revoke()
+    assert not region.alive
+    async with pair.right.allocate("kv", 16, access="read"):
+        assert pair.right.stats().regions == 2, "the peer uses the first one still"
+    await region.aclose()
+    with pytest.raises(StaleRegionError, match="closed by its owner"):
+        pair.left.write(b"12345678", remote)
+    assert pair.right.stats().regions == 0
+
+
 async def test_close_twice_at_once_and_in_a_with_block(pair: EnginePair) -> None:
     region, _ = await pair.region("kv", 8)
     await asyncio.gather(region.aclose(), region.aclose())

@@ -38,8 +38,11 @@ class Region(bytearray):
         assert 0 <= key.start < key.stop <= self.size
         return Range(self, self, key.start)
 
-    async def aclose(self) -> None:
+    def revoke(self) -> None:
         self.closed = True
+
+    async def aclose(self) -> None:
+        self.revoke()
 
 
 class RemoteRegion:

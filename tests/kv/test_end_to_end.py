@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 import hixl_async as hx
-from hixl_async import Engine, InvalidArgumentError
+from hixl_async import Engine, InvalidArgumentError, RangeError
 from hixl_async.kv import Layout, Pool
 from hixl_async.testing import engine_pair
 
@@ -82,6 +82,19 @@ async def test_requests_share_the_pools(pools: Pools) -> None:
 
     async with asyncio.timeout(30):
         await asyncio.gather(*(request(number) for number in range(200)))
+
+
+async def test_a_pool_that_is_refused_leaves_its_name_free(pools: Pools) -> None:
+    engine = pools.target.engine
+    with pytest.raises(RangeError, match="memory has 10 bytes"):
+        Pool(engine, LAYOUT, blocks=1, name="own", memory=bytearray(10))
+    memory = bytearray(LAYOUT.pool_bytes(1))
+    engine.allocate("own.signals", 8)
+    with pytest.raises(InvalidArgumentError, match=r"'own\.signals' exists already"):
+        Pool(engine, LAYOUT, blocks=1, name="own", memory=memory)
+    await engine.regions["own.signals"].aclose()
+    async with Pool(engine, LAYOUT, blocks=1, name="own", memory=memory) as pool:
+        assert pool.region.size == len(memory)
 
 
 async def test_a_private_pool_cannot_be_reached(pools: Pools) -> None:

@@ -1,4 +1,4 @@
-/* Calls of transports that block: start, shutdown, mem_ready, mem_retire; and what drivers say to each other.
+/* Calls of transports that block: start, shutdown, link_connect, mem_ready, mem_retire; and what drivers say to each other.
  *
  * The wrapped driver is asked at once, where it has the call; the plan delays, holds or spoils the report.  So a driver
  * without such calls can be made to behave like one that has them.
@@ -6,6 +6,7 @@
 #include "faulty.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 /* ---- the report --------------------------------------------------------------------------------------------------------- */
 
@@ -87,6 +88,15 @@ int faulty_shutdown(hxa_instance *self, hxa_op *op) {
     faulty_flight *flight = begin(self, FAULTY_SHUTDOWN, op);
     if (flight == NULL) return -HXA_E_NOMEM;
     return answered(flight, self->table->shutdown != NULL ? self->table->shutdown(self->inner, &flight->op) : HXA_DONE);
+}
+
+int faulty_link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
+    faulty_flight *flight = begin(link->self, FAULTY_CONNECT, op);
+    if (flight == NULL) {
+        for (uint32_t i = 0; i < card->nfds && i < HXA_CARD_FDS; i++) close(card->fds[i]);
+        return -HXA_E_NOMEM;
+    }
+    return answered(flight, link->self->table->link_connect(link->inner, card, &flight->op));
 }
 
 int faulty_mem_ready(hxa_mem *mem, hxa_op *op) {

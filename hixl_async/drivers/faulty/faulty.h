@@ -49,7 +49,8 @@ enum {                                                            /* faulty_rule
 enum { FAULTY_OPERATION = 0, FAULTY_OUTCOME = 1, FAULTY_NOTE = 2 };   /* part: all of it, its report, its signal and notification */
 enum {                                                            /* verbs; BARE: a signal or notification without data */
     FAULTY_READS = 1u, FAULTY_WRITES = 2u, FAULTY_BARE = 4u,
-    FAULTY_START = 8u, FAULTY_SHUTDOWN = 16u, FAULTY_READY = 32u, FAULTY_RETIRE = 64u
+    FAULTY_START = 8u, FAULTY_SHUTDOWN = 16u, FAULTY_READY = 32u, FAULTY_RETIRE = 64u,
+    FAULTY_CONNECT = 128u
 };
 enum { FAULTY_RELEASE = 1, FAULTY_BREAK = 2, FAULTY_SAY = 3 };    /* commands; SAY: its argument is a faulty_saying * */
 

@@ -57,15 +57,6 @@ static int answer_of(faulty_flight *flight, int answer) {
     return answer;
 }
 
-int faulty_link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
-    faulty_flight *flight = faulty_flight_new(link->self, link, op, FAULTY_CALL);
-    if (flight == NULL) {
-        for (uint32_t i = 0; i < card->nfds && i < HXA_CARD_FDS; i++) close(card->fds[i]);
-        return -HXA_E_NOMEM;
-    }
-    return answer_of(flight, link->self->table->link_connect(link->inner, card, &flight->op));
-}
-
 int faulty_link_fence(hxa_link *link, hxa_op *op) {
     faulty_flight *flight = faulty_flight_new(link->self, link, op, FAULTY_CALL);
     if (flight == NULL) return -HXA_E_NOMEM;

@@ -1,0 +1,175 @@
+"""Peers that share several drivers: a link for each, and what happens where one of them cannot be made."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from puppet import stage
+from tables import table
+
+from hixl_async import ConnectError, DriverError, Engine, PeerLostError, PeerState, ProtocolError
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
+
+from .conftest import until
+
+
+def two(first: FaultPlan, second: FaultPlan | None = None) -> dict[str, Any]:
+    """Two drivers, each shared memory below: "faulty" is preferred to "shm"."""
+    return {
+        "faulty": {"driver": table("shm"), "control": first._block},
+        **faulty("shm", second if second is not None else FaultPlan(1)),
+    }
+
+
+async def works(pair: EnginePair) -> None:
+    region, remote = await pair.region("kv", 8)
+    assert await pair.left.write(b"12345678", remote, notify=("there", b"")) == 8
+    assert (await anext(pair.right.notifications("there"))).peer is pair.back
+    assert bytes(memoryview(region)) == b"12345678"
+    assert remote.link.driver.name == pair.peer.drivers[0]
+    await region.aclose()
+
+
+async def test_all_drivers_are_linked_and_the_first_is_used() -> None:
+    async with engine_pair(two(FaultPlan(1)), other=two(FaultPlan(1))) as pair:
+        assert pair.peer.drivers == pair.back.drivers == ("faulty", "shm")
+        await works(pair)
+
+
+@pytest.mark.parametrize("where", ["left", "right", "both"])
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("late", [False, True])
+async def test_one_that_cannot_be_linked_is_done_without(
+    where: str, which: int, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def plans(side: str) -> dict[str, Any]:
+        plan = FaultPlan(1)
+        if where in (side, "both"):
+            plan.fail("system", native=7, verb="connect", nth=1)
+        if late:  # the peer has said that it is ready long before
+            plan.delay(0.05, verb="connect")
+        return two(plan, FaultPlan(1)) if which == 0 else two(FaultPlan(1), plan)
+
+    with caplog.at_level(logging.WARNING, "hixl_async"):
+        async with engine_pair(plans("left"), other=plans("right")) as pair:
+            rest = "shm" if which == 0 else "faulty"
+            assert pair.peer.drivers == pair.back.drivers == (rest,)
+            await works(pair)
+            assert pair.peer.state is PeerState.UP
+    lost = "faulty" if which == 0 else "shm"
+    told = [record.getMessage() for record in caplog.records if "is linked without driver" in record.getMessage()]
+    assert len(told) == 2, "once on each side"
+    assert all(f"without driver {lost!r}" in text for text in told)
+
+
+async def test_when_none_can_be_linked_all_failures_are_the_answer() -> None:
+    plan, other = FaultPlan(1).fail("system", verb="connect"), FaultPlan(1).fail("system", native=11, verb="connect")
+    async with (
+        Engine("127.0.0.1:0", name="right", drivers=two(FaultPlan(1))) as right,
+        Engine(name="left", drivers=two(plan, other)) as left,
+    ):
+        with pytest.raises(ConnectError, match=r"driver '\w+': link: .*'right'.*; driver '\w+': link:") as caught:
+            await left.connect(right.address)
+        assert "'shm'" in str(caught.value)
+        assert "'faulty'" in str(caught.value)
+        await until(lambda: not right.stats().peers)
+        assert left.stats().peers == 0
+        plan.clear()
+        other.clear()
+        peer = await left.connect(right.address)
+        assert peer.drivers == ("faulty", "shm")
+
+
+async def test_one_whose_half_cannot_even_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything of it was sent; the peer's card for it comes all the same."""
+    async with (
+        Engine("127.0.0.1:0", name="right", drivers=two(FaultPlan(1))) as right,
+        Engine(name="left", drivers=two(FaultPlan(1))) as left,
+    ):
+        shared = left._shared_drivers
+
+        class Broken:
+            name = "faulty"
+
+            def link_new(self, cookie: int, peer: str) -> Any:
+                raise DriverError("no more links")
+
+        monkeypatch.setattr(
+            left,
+            "_shared_drivers",
+            lambda *words: [Broken() if driver.name == "faulty" else driver for driver in shared(*words)],
+        )
+        peer = await left.connect(right.address)
+        assert peer.drivers == ("shm",)
+        await until(lambda: right.peers)
+        assert right.peers[0].drivers == ("shm",)
+
+
+async def test_a_peer_that_dies_while_one_is_done_without() -> None:
+    """The link that failed is stopped and given back with the others."""
+    plan = FaultPlan(1).fail("system", verb="connect", nth=1)
+    async with Engine("127.0.0.1:0", name="right", drivers=two(plan)) as right:
+        left = await Engine(name="left", drivers=two(FaultPlan(1))).open()
+        peer = await left.connect(right.address)
+        assert peer.drivers == ("shm",)
+        back = right.peers[0]
+        peer._connection.abort(PeerLostError("cut"))
+        await until(lambda: back.state is PeerState.DOWN)
+        await left.aclose()
+        await until(lambda: not right.stats().peers)
+
+
+async def test_connecting_is_given_up_while_a_link_is_made() -> None:
+    plan = FaultPlan(1).hold(verb="connect", nth=1)
+    async with (
+        Engine("127.0.0.1:0", name="right", drivers=two(FaultPlan(1))) as right,
+        Engine(name="left", drivers=two(plan)) as left,
+    ):
+        connecting = asyncio.ensure_future(left.connect(right.address))
+        await until(lambda: plan.holding)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        plan.release()
+        await until(lambda: not left.stats().peers and not right.stats().peers)
+        plan.clear()
+        assert (await left.connect(right.address)).drivers == ("faulty", "shm")
+
+
+async def test_a_peer_without_the_only_driver(engine: Engine) -> None:
+    """It says so: that is the end of it, with its words."""
+    async with stage(name="poor") as theatre:
+        connecting = asyncio.ensure_future(engine.connect(theatre.address))
+        actor = await theatre.puppets.get()
+        actor.start()
+        await actor.hear("link")
+        actor.say("link.failed", driver="shm", text="out of everything " * 10)
+        with pytest.raises(ConnectError, match="peer 'poor' could not make the link: out of everything"):
+            await connecting
+    assert not engine.stats().peers
+
+
+async def test_a_dialled_peer_says_why() -> None:
+    plan = FaultPlan(1).fail("nomem", verb="connect")
+    async with (
+        Engine("127.0.0.1:0", name="right", drivers=faulty("shm", plan)) as right,
+        Engine(name="left") as left,
+    ):
+        with pytest.raises(
+            ConnectError, match="peer 'right' could not make the link: driver 'shm': link: memory, descriptors"
+        ):
+            await left.connect(right.address)
+
+
+async def test_failures_that_nobody_expects(engine: Engine) -> None:
+    async with stage(name="odd") as theatre:
+        connecting = asyncio.ensure_future(engine.connect(theatre.address))
+        actor = await theatre.puppets.get()
+        actor.start()
+        await actor.hear("link")
+        actor.say("link.failed", driver="hixl", text="?")
+        with pytest.raises(ProtocolError, match="'hixl' that nobody expects"):
+            await connecting
+    assert not engine.stats().peers
