@@ -164,6 +164,7 @@ async def test_a_claimed_pid_leads_nowhere(scene: Scene) -> None:
     buffer = ctypes.create_string_buffer(os.urandom(64), 64)
     token = ctypes.c_uint64(0x1234567890)
     before = buffer.raw
+    closing = []
     for pid in (os.getpid(), scene.friend.pid, 1, await scene.friend.run("adversity.work:dead_pid"), 0, 0x7FFFFFFF):
         claiming = asyncio.ensure_future(
             scene.villain.run(
@@ -181,7 +182,8 @@ async def test_a_claimed_pid_leads_nowhere(scene: Scene) -> None:
             await peer.region("stolen")
         assert await claiming == "region.gone"
         assert buffer.raw == before
-        await peer.aclose()
+        closing.append(asyncio.ensure_future(peer.aclose()))  # nobody says goodbye to it
+    await asyncio.gather(*closing)
 
 
 async def test_an_impostor(scene: Scene) -> None:

@@ -122,8 +122,10 @@ async def test_a_shutdown_that_fails_is_reported(loop_errors: list[Any]) -> None
 # A process of its own, for what it leaks on purpose is a leak.
 STUCK = """
     import asyncio, time
-    from hixl_async import Engine
+    from hixl_async import Engine, engine as module
     from hixl_async.testing import FaultPlan, faulty
+
+    module.LINGER = 0.3
 
     async def main():
         told = []

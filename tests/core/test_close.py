@@ -117,8 +117,10 @@ async def test_c7_views_outlive_the_engine() -> None:
 # A process of its own, for what it leaks on purpose is a leak.
 STUCK = """
     import asyncio, gc, sys, time
-    from hixl_async import ClosedError
+    from hixl_async import ClosedError, engine
     from hixl_async.testing import FaultPlan, engine_pair, faulty
+
+    engine.LINGER = 0.3
 
     async def main():
         told = []

@@ -561,9 +561,9 @@ def test_memory_is_held_until_the_connection_is_cut(world: World, sim: Sim) -> N
 def test_memory_is_held_until_an_asynchronous_disconnect_is_over(opened: Maker, sim: Sim, form: str) -> None:
     """It may take longer than the timeout it was given, and there may be no room for it at first."""
     pool = '{"connect_pool.thread_num":1,"connect_pool.task_queue_capacity":1}'
-    a = opened(connect_via="async", connect_timeout_ms=500, GlobalResourceConfig=pool)
+    a = opened(connect_via="async", connect_timeout_ms=300, GlobalResourceConfig=pool)
     worlds = [warm(World(*vt.join(a, opened()))) for _ in range({"slow": 1, "full": 3}[form])]
-    sim.set(FAULTS="hang;disconnect_stall@1=" + {"slow": "3", "full": "1"}[form], LATENCY_US=100)
+    sim.set(FAULTS="hang;disconnect_stall@1=" + {"slow": "0.9", "full": "0.4"}[form], LATENCY_US=100)
     ops = [world.write(0, 0, 4096) for world in worlds]
     wait(lambda: sim.count("live_requests") == len(ops), worlds[0])
     for world, op in zip(worlds, ops, strict=True):
@@ -642,7 +642,7 @@ def test_already_connected_is_normal(opened: Maker, sim: Sim) -> None:
     assert world.there.view[:4096] == world.here.view[:4096]
 
 
-@pytest.mark.parametrize("call", ["stall@1=2", "connect_stall@1=2"])
+@pytest.mark.parametrize("call", ["stall@1=1.3", "connect_stall@1=1.3"])
 def test_a_link_that_blocks_stalls_nobody(opened: Maker, sim: Sim, call: str) -> None:
     a = opened()
     if call.startswith("stall"):
@@ -840,7 +840,7 @@ def test_notifications_are_packed(world: World, sim: Sim) -> None:
 def test_a_queue_never_overflows(opened: Maker, sim: Sim) -> None:
     """Many senders, a receiver that takes nothing: what it has no room for stays with the sender."""
     b = opened()
-    pairs = [vt.join(opened(pending_notes=5000), b) for _ in range(12)]
+    pairs = [vt.join(opened(pending_notes=5000), b) for _ in range(6)]
     n = 900
     for left, _ in pairs:
         for i in range(n):

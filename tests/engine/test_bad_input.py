@@ -393,11 +393,10 @@ async def test_driver_options(options: dict[str, Any], text: str) -> None:
 
 
 async def test_whatever_is_passed_by_mistake_the_message_stays_readable(world: World) -> None:
-    for mistake in ("x" * 10**6, list(range(10**6)), "ä" * 10**6):
+    for mistake in ("x" * 10**5, list(range(10**5)), "ä" * 10**5):
         with pytest.raises(InvalidArgumentError, match="deadline must be a positive number") as caught:
             world.left.write(world.local, world.remote, deadline=mistake)  # type: ignore[arg-type]
         assert len(str(caught.value)) < 5000
         with pytest.raises(InvalidArgumentError, match="name must be") as caught:
             world.left.allocate(mistake, 8)  # type: ignore[arg-type]
         assert len(str(caught.value)) < 5000
-    await world.check()
