@@ -4,7 +4,7 @@
  * needs no thread for it and can be stopped or killed at any point.  See shm/shm.h for the parts.
  *
  * Options (strings of whole numbers):
- *   threads         copy threads, started when first needed                  1..64, default min(2, CPUs)
+ *   threads         copy threads, started when first needed                  1..64, default 2; 1 below four CPUs
  *   inline_bytes    batches up to this are copied inside submit              default 1310720
  *   chunk_bytes     what a copy thread copies between two looks at fences    4096.., default 1048576
  *   stream_bytes    batches from this on are copied past the caches          default 3/4 of the third level
@@ -68,7 +68,7 @@ static int shm_open_instance(const hxa_option *options, size_t n, const hxa_sink
     enum { THREADS, INLINE, CHUNK, STREAM, RING, PENDING, NOWAIT, SETTINGS };
     const uint64_t cores = cpus();
     setting settings[SETTINGS] = {
-        [THREADS] = {"threads", 1, SHM_THREADS_MAX, cores < 2 ? cores : 2},
+        [THREADS] = {"threads", 1, SHM_THREADS_MAX, cores < 4 ? 1 : 2},
         [INLINE] = {"inline_bytes", 0, 1u << 30, 1280 << 10},
         [CHUNK] = {"chunk_bytes", SHM_PAGE, 1u << 30, 1 << 20},
         [STREAM] = {"stream_bytes", 0, UINT64_MAX, stream_from()},
