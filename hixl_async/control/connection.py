@@ -31,7 +31,7 @@ _MAX_QUEUED_BYTES = 1 << 20
 _MAX_QUEUED_DESCRIPTORS = 64
 # How much of one connection is handled before the loop serves others.
 _MESSAGES_PER_PASS = 64
-_BYTES_PER_PASS = 64 << 10
+_BYTES_PER_PASS = 16 << 10
 # How long aclose() waits for a peer that does not read.
 _FLUSH_TIMEOUT = 1.0
 
