@@ -77,11 +77,12 @@ def run(sides: list[Side], step: Step) -> None:
     if step.kind == "poll":
         side.link.poll(3)
         return
-    if step.kind in ("note", "signal"):
+    # A signal with a notification is waited for: another notification may overtake it, for two batches have no order (T5).
+    if step.kind == "note" or (step.kind == "signal" and step.note is None):
         for _ in range(step.times):
             send(side, step, signal)
         return
-    if step.note is not None:  # a move with a note ends when there is room: make some
+    if step.note is not None:  # it ends when there is room: make some
         side.link.instance.until(lambda: all(op.released for op in side.waiting), *links)
     op = side.link.submit(step.verb, descs, signal=signal, note=step.note, priority=step.priority)
     if step.kind == "cancel":

@@ -874,6 +874,24 @@ def test_a_notification_is_sent_once_the_data_is_there(opened: Maker, sim: Sim) 
         assert set(world.there.view[::4096]) == {i}
 
 
+@only("cs", "comm")
+def test_notifications_come_in_the_order_in_which_their_batches_finished(opened: Maker, sim: Sim) -> None:
+    """T5 says no more: requests of one link may overtake each other, also by being asked about in turn."""
+    world = opened.world()
+    sim.set(LATENCY_US=100, JITTER_US=5000, ORDER="random")
+    numbers = {}
+    for i in range(100):
+        numbers[world.write(i * 8, i * 8, 8, note=(b"n", b"%d" % i))] = i
+        if i % 4 == 0:  # whose notification has nothing to wait for
+            numbers[world.left.note(b"n", b"%d" % (1000 + i))] = 1000 + i
+    wait(lambda: len(world.right.notes()) == len(numbers), world)
+    wait(lambda: not world.left.instance.ops, world)
+    seen = [int(text) for _, text in world.right.notes()]
+    assert seen == [numbers[op] for op in world.left.instance.finished if op in numbers]
+    data = [number for number in seen if number < 1000]
+    assert data != sorted(data), "nothing overtook anything"
+
+
 @pytest.mark.parametrize("fault", ["ack_lost@3", "notify@3", "notify@4=1", "ack_delay@3=0.3"])
 @only("comm", "cs")
 def test_a_way_for_notifications_that_broke(opened: Maker, sim: Sim, fault: str) -> None:
