@@ -337,9 +337,11 @@ cdef class Link:
         """At most so many bytes per second from now on; 0: any."""
         cdef const hxa_driver *table = self.driver.table
         self._must_exist([])
-        if table.link_pace == NULL:
+        cdef int answer = -HXA_E_UNSUPPORTED
+        if table.link_pace != NULL:
+            answer = table.link_pace(self.link, bytes_per_second)
+        if answer == -HXA_E_UNSUPPORTED:
             raise errors.DriverError(f"driver {self.driver.name!r} cannot limit its bandwidth")
-        cdef int answer = table.link_pace(self.link, bytes_per_second)
         if answer:
             raise driver_error(self.driver, -answer, 0, "limit of the bandwidth", self.peer)
 

@@ -204,6 +204,14 @@ static int faulty_mem_import(hxa_link *link, const hxa_card *card, uint64_t size
     return mem_made(mem, answer, made);
 }
 
+/* What a device copies by itself no rule looks at; what follows its copy is an op like others. */
+static int faulty_mem_borrow(hxa_link *link, hxa_mem *mem, void **address) {
+    const hxa_driver *table = link->self->table;
+    return table->mem_borrow != NULL ? table->mem_borrow(link->inner, mem->inner, address) : -HXA_E_UNSUPPORTED;
+}
+
+static void faulty_mem_return(hxa_link *link, hxa_mem *mem) { link->self->table->mem_return(link->inner, mem->inner); }
+
 static void faulty_mem_release(hxa_mem *mem) {
     mem->self->table->mem_release(mem->inner);
     free(mem);
@@ -243,7 +251,10 @@ static const hxa_driver faulty_driver = {
     .mem_retire = faulty_mem_retire,
     .message = faulty_message,
     .abandon = faulty_abandon,
+    .link_pace = faulty_link_pace,
     .about = faulty_about,
+    .mem_borrow = faulty_mem_borrow,
+    .mem_return = faulty_mem_return,
 };
 
 HXA_DRIVER_MODULE(_faulty, faulty_driver)

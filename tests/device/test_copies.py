@@ -12,7 +12,7 @@ import pytest
 from hixl_async import BufferTypeError, Engine, PeerLostError, TransferError, TransferTimeoutError
 from hixl_async._device import DeviceCopies
 from hixl_async.memory import Operand
-from hixl_async.testing import EnginePair, engine_pair, until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
 SIZE = 4096
 
@@ -87,10 +87,11 @@ class Scene:
         return bytes(memoryview(self.region)[:size])
 
 
-@pytest.fixture
-async def scene() -> AsyncIterator[Scene]:
+@pytest.fixture(params=["shm", "wrapped"])
+async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
     device = Device()
-    async with engine_pair(close_timeout=2.0) as pair:
+    drivers = faulty("shm", FaultPlan(1)) if request.param == "wrapped" else ["shm"]
+    async with engine_pair(drivers, close_timeout=0.5) as pair:
         device.serve(pair.left)
         yield Scene(pair, device, *(await pair.region("kv", SIZE)))
         for event in device.events:

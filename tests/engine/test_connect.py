@@ -26,6 +26,7 @@ from hixl_async import (
 )
 from hixl_async.control import codec
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
+from tests.hixlsim.build import build
 
 from .conftest import deaf, settle, until
 
@@ -510,17 +511,19 @@ async def test_connect_is_not_fooled_by_a_claimed_address(engine: Engine) -> Non
 # -- limits of bandwidth
 
 
-async def test_a_limited_peer(pair: EnginePair) -> None:
-    region, remote = await pair.region("kv", 1 << 20)
-    pair.peer.limit_bandwidth(10e6)
-    started = asyncio.get_running_loop().time()
-    transfers = [pair.left.write(bytes([i + 1]) * (1 << 18), remote[i << 18 : (i + 1) << 18]) for i in range(4)]
-    assert not any(transfer.done() for transfer in transfers)
-    assert sum(await asyncio.gather(*transfers)) == 1 << 20
-    assert asyncio.get_running_loop().time() - started >= (1 << 20) / 10e6 - 0.02
-    assert memoryview(region)[-1] == 4
-    pair.peer.limit_bandwidth(None)
-    assert pair.left.write(b"x", remote[:1]).done()
+@pytest.mark.parametrize("drivers", [["shm"], faulty("shm", FaultPlan(1))], ids=["shm", "wrapped"])
+async def test_a_limited_peer(drivers: Any) -> None:
+    async with engine_pair(drivers) as pair:
+        region, remote = await pair.region("kv", 1 << 20)
+        pair.peer.limit_bandwidth(10e6)
+        started = asyncio.get_running_loop().time()
+        transfers = [pair.left.write(bytes([i + 1]) * (1 << 18), remote[i << 18 : (i + 1) << 18]) for i in range(4)]
+        assert not any(transfer.done() for transfer in transfers)
+        assert sum(await asyncio.gather(*transfers)) == 1 << 20
+        assert asyncio.get_running_loop().time() - started >= (1 << 20) / 10e6 - 0.02
+        assert memoryview(region)[-1] == 4
+        pair.peer.limit_bandwidth(None)
+        assert pair.left.write(b"x", remote[:1]).done()
 
 
 @pytest.mark.parametrize("limit", [0, -1, 0.5, float("nan"), float("inf"), "fast", 1 << 63])
@@ -529,7 +532,10 @@ async def test_a_limit_that_makes_no_sense(pair: EnginePair, limit: Any) -> None
         pair.peer.limit_bandwidth(limit)
 
 
-async def test_a_driver_without_limits() -> None:
-    async with engine_pair(drivers=faulty("shm", FaultPlan())) as pair:
-        with pytest.raises(DriverError, match="cannot limit"):
+@pytest.mark.parametrize("wrapped", [False, True])
+async def test_a_driver_without_limits(wrapped: bool) -> None:
+    options = {"library": str(build()), "backend": "cs"}
+    drivers = faulty("hixl", FaultPlan(1), **options) if wrapped else {"hixl": options}
+    async with engine_pair(drivers, other={"hixl": options}) as pair:
+        with pytest.raises(DriverError, match="driver 'hixl' cannot limit"):
             pair.peer.limit_bandwidth(1e6)

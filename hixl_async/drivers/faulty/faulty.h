@@ -264,6 +264,7 @@ FAULTY_INTERNAL void faulty_deliver(faulty_flight *flight, uint32_t events);
 /* ---- link.c ----------------------------------------------------------------------------------------------------------- */
 
 FAULTY_INTERNAL int faulty_link_new(hxa_instance *self, uint64_t cookie, hxa_link **link, hxa_card *card);
+FAULTY_INTERNAL int faulty_link_pace(hxa_link *link, uint64_t bytes_per_second);
 FAULTY_INTERNAL int faulty_link_connect(hxa_link *link, const hxa_card *card, hxa_op *op);
 FAULTY_INTERNAL int faulty_link_fd(hxa_link *link);
 FAULTY_INTERNAL int faulty_link_stop(hxa_link *link, int dead, hxa_op *op);

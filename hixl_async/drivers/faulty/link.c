@@ -71,6 +71,11 @@ int faulty_link_fd(hxa_link *link) {
     return link->set;
 }
 
+int faulty_link_pace(hxa_link *link, uint64_t bytes_per_second) {
+    const hxa_driver *table = link->self->table;
+    return table->link_pace != NULL ? table->link_pace(link->inner, bytes_per_second) : -HXA_E_UNSUPPORTED;
+}
+
 void faulty_link_ring(hxa_link *link) {
     const uint64_t one = 1;
     ssize_t written;
