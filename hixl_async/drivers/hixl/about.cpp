@@ -31,6 +31,12 @@ std::string capability(const Library &library, abi::FeatureType feature) {
     return yes(library.capability(feature, value) == abi::SUCCESS && value != 0);
 }
 
+std::string backend_of(const hxa_instance &self) {
+    if (self.started != 0) return std::string(word_of(self.backend)) + ", by " + self.backend_by;
+    if (self.options.backend == Backend::AUTO) return "cs on an Ascend 950, else comm";
+    return std::string(word_of(self.options.backend)) + ", by " + self.options.chosen_by;
+}
+
 }  // namespace
 
 const char *instance_about(hxa_instance *self) {
@@ -39,6 +45,7 @@ const char *instance_about(hxa_instance *self) {
     try {
         lines = "library: " + library.path;
         lines += "\nversion: " + version_of(library.path);
+        lines += "\nback-end: " + backend_of(*self);
         lines += std::string("\nAscendCL: ") + yes(library.acl.there());
         lines += std::string("\nbatch query: ") + yes(library.transfer_statuses != nullptr)
                  + (self->started == 0 ? ""

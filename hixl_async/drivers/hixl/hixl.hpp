@@ -267,8 +267,10 @@ struct hxa_instance {
     hx::Ledger ledger;
     hx::Counters count;
     const uint64_t token;
-    const bool fabric;  // the FAB back-end was asked for
-    std::string id;     // set by start, before `started`
+    std::string id;  // set by start, before `started`, as the next three
+    hx::Backend backend = hx::Backend::AUTO;
+    std::string backend_by;  // what chose it
+    bool fabric = false;     // it is FAB
     std::shared_ptr<hx::Calls> life, memory, notes, pages;
 
     hx::Outcome start_failure;  // why it never will be; set before `start_failed`
@@ -330,6 +332,7 @@ struct hxa_instance {
     void enter();
     void begin(hxa_op *op);
     hx::Outcome initialize();
+    void settle_backend(const std::string &npu, uint32_t answer);
     uint64_t end(uint64_t now);
 };
 

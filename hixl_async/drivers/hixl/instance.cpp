@@ -145,8 +145,7 @@ hxa_instance::hxa_instance(Options wanted, Library loaded, const hxa_sink &to)
       options(std::move(wanted)),
       library(std::move(loaded)),
       crew(options.threads, options.spin_us * US, [this] { enter(); }),
-      token(random_word()),
-      fabric(options.fabric()) {
+      token(random_word()) {
     crew.complain = [this](const char *line) { log(nullptr, line); };
     life = std::make_shared<Calls>(crew, [this](uint64_t now) { return end(now); });
     memory = std::make_shared<Calls>(crew, [this](uint64_t now) { return let_go(now); });
@@ -214,6 +213,10 @@ void hxa_instance::enter() {
 
 Outcome hxa_instance::initialize() {
     if (closing != 0 || started != 0) return {HXA_E_INVALID, 0, HXA_SCOPE_OP};
+    const char *kind = library.acl.npu != nullptr ? library.acl.npu() : nullptr;
+    const std::string npu = kind != nullptr ? kind : "";
+    if (options.backend == Backend::COMM && options.backend_on(npu) != Backend::COMM)
+        return {HXA_E_UNSUPPORTED, native_of(Backend::COMM, Backend::AUTO), HXA_SCOPE_OP};
     uint32_t native = abi::FAILED;
     for (int i = 0; i < PORTS_TO_TRY; i++) {
         uint16_t port = options.port;
@@ -234,16 +237,18 @@ Outcome hxa_instance::initialize() {
     }
 
     // One batch query tells whether there are any here, and with it what requests are.
-    bool able = false;
+    uint32_t answer = abi::UNSUPPORTED;
     if (library.transfer_statuses != nullptr) {
         abi::GetTransferStatusArgs arguments = {};
         arguments.max_query_count = UINT32_MAX;
         arguments.skip_waiting = true;
         std::vector<abi::TransferResult> none;
         Call call(*this, "GetTransferStatus");
-        able = library.transfer_statuses(&hixl, arguments, none) == abi::SUCCESS;
+        answer = library.transfer_statuses(&hixl, arguments, none);
     }
+    const bool able = answer == abi::SUCCESS;
     batch = able;
+    settle_backend(npu, answer);
     gate.open(able || library.transfer_statuses == nullptr);
 
     void *page =
@@ -265,8 +270,20 @@ Outcome hxa_instance::initialize() {
         log(nullptr, text("hixl: host memory cannot be registered (%u), so that signals cannot be sent", native));
     }
     started = 1;
-    log(nullptr, "hixl: " + library.path + " listens at " + id + (able ? ", client-server back-end" : ""));
+    log(nullptr, "hixl: " + library.path + " listens at " + id + ", back-end " + word_of(backend));
     return {};
+}
+
+// Only one of the back-ends answers the batch query, so that its answer has the last word.
+void hxa_instance::settle_backend(const std::string &npu, uint32_t answer) {
+    backend = options.backend_on(npu);
+    backend_by = !options.chosen_by.empty() ? options.chosen_by : npu.empty() ? "HIXL's default" : npu;
+    const bool asked = library.transfer_statuses != nullptr, answers = asked && answer == abi::SUCCESS;
+    if (answers ? backend != Backend::CS : asked && answer == abi::UNSUPPORTED && backend == Backend::CS) {
+        backend = answers ? Backend::CS : Backend::COMM;
+        backend_by = "HIXL, whatever " + backend_by + " says";
+    }
+    fabric = backend == Backend::FAB;
 }
 
 void hxa_instance::begin(hxa_op *op) {

@@ -1,5 +1,6 @@
 #include "json.hpp"
 
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
@@ -56,12 +57,42 @@ class Parser {
         at_ += n;
         return true;
     }
+    bool unit(uint32_t &out) {
+        out = 0;
+        for (int i = 0; i < 4; i++, at_++) {
+            const char *digits = "0123456789abcdefABCDEF";
+            const char *found = at_ != end_ && *at_ != '\0' ? std::strchr(digits, *at_) : nullptr;
+            if (found == nullptr) return false;
+            const uint32_t value = static_cast<uint32_t>(found - digits);
+            out = out << 4 | (value < 16 ? value : value - 6);
+        }
+        return true;
+    }
+    // What follows \u, as UTF-8.
+    bool unicode(std::string &out) {
+        uint32_t code, low;
+        if (!unit(code) || (code >= 0xdc00 && code < 0xe000)) return false;
+        if (code >= 0xd800 && code < 0xdc00) {
+            if (end_ - at_ < 6 || *at_++ != '\\' || *at_++ != 'u' || !unit(low) || low < 0xdc00 || low >= 0xe000)
+                return false;
+            code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+        }
+        const int more = code < 0x80 ? 0 : code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
+        const uint32_t lead[] = {0, 0xc0, 0xe0, 0xf0};
+        out += static_cast<char>(lead[more] | code >> 6 * more);
+        for (int i = more; i-- > 0;) out += static_cast<char>(0x80 | (code >> 6 * i & 0x3f));
+        return true;
+    }
     bool string(std::string &out) {
         if (!take('"')) return fail("a string is missing");
         while (at_ != end_ && *at_ != '"') {
             if (*at_ == '\\') {
                 if (++at_ == end_) break;
-                if (*at_ == 'u') return fail("\\u is not understood here");
+                if (*at_ == 'u') {
+                    at_++;
+                    if (!unicode(out)) return fail("\\u wants four hexadecimal digits, and surrogates are two");
+                    continue;
+                }
                 const char *from = "\"\\/bfnrt", *to = "\"\\/\b\f\n\r\t";
                 const char *found = std::strchr(from, *at_);
                 if (*at_ == '\0' || found == nullptr) return fail("an unknown escape");

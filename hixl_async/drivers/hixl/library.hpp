@@ -15,6 +15,7 @@ struct Acl {
     int (*set_context)(void *) = nullptr;
     int (*malloc_host)(void **, size_t) = nullptr;
     int (*free_host)(void *) = nullptr;
+    const char *(*npu)() = nullptr;  // its kind; where there is none, nullptr
 
     bool there() const { return set_device != nullptr; }
 };

@@ -3,10 +3,13 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sched.h>
+#include <sys/stat.h>
 
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <vector>
 
 #include "json.hpp"
@@ -192,6 +195,20 @@ std::string hixl_problem(const std::string &key, const std::string &value) {
     return "";
 }
 
+// Empty, or why HIXL could not read a LocalCommRes from a file.
+std::string read_resources(const std::string &path, std::string &text) {
+    struct stat about;
+    if (stat(path.c_str(), &about) != 0) return std::strerror(errno);
+    if (!S_ISREG(about.st_mode) || about.st_size < 1 || about.st_size > 1 << 20)
+        return "it must be a regular file of 1 byte to 1 MiB";
+    std::ifstream file(path, std::ios::binary);
+    text.assign(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+    if (!file) return "it cannot be read";
+    Json json;
+    std::string error;
+    return Json::parse(text, json, error) ? "" : "it is no JSON: " + error;
+}
+
 std::string list_of_keys() {
     std::string out = "library hixl_ip";
     for (const Setting &setting : SETTINGS) out += std::string(" ") + setting.key;
@@ -275,9 +292,17 @@ std::string address_text(const std::string &ip, uint16_t port) {
     return (ip.find(':') != std::string::npos ? "[" + ip + "]" : ip) + ":" + std::to_string(port);
 }
 
-bool Options::fabric() const {
-    const auto known = hixl.find("EnableUseFabricMem");
-    return known != hixl.end() && known->second == "1";
+const char *word_of(Backend backend) {
+    static const char *const words[] = {"auto", "comm", "cs", "fab"};
+    return words[static_cast<size_t>(backend)];
+}
+
+std::string Options::given(const std::string &key) const {
+    for (const std::string &name : {key, "adxl." + key}) {
+        const auto found = hixl.find(name);
+        if (found != hixl.end()) return found->second;
+    }
+    return "";
 }
 
 int Options::parse(const hxa_option *options, size_t n, std::string &error) {
@@ -289,13 +314,78 @@ int Options::parse(const hxa_option *options, size_t n, std::string &error) {
         error = "hixl: " + key + "=" + value.substr(0, 60) + ": " + problem;
         return -HXA_E_INVALID;
     }
-    // A back-end asked for by name is a default for the options that choose it.
-    const bool resources = hixl.count("LocalCommRes") != 0 || hixl.count("adxl.LocalCommRes") != 0;
-    if (backend == Backend::CS && !resources) hixl["LocalCommRes"] = "{\"version\":\"1.3\"}";
-    if (backend == Backend::FAB) hixl.emplace("EnableUseFabricMem", "1");
+    const std::string problem = choose();
+    if (!problem.empty()) {
+        error = "hixl: " + problem;
+        return -HXA_E_INVALID;
+    }
     // TransferSync alone uses the pool, and this driver never calls it: it would only cost 64 MiB of the NPU.
-    if (hixl.count("BufferPool") == 0 && hixl.count("adxl.BufferPool") == 0) hixl["BufferPool"] = "0:0";
+    if (given("BufferPool").empty()) hixl["BufferPool"] = "0:0";
     return 0;
+}
+
+// Empty, or why the options cannot be followed.  The order is HIXL's own, which takes the first that it finds; where two
+// disagree the second would be ignored without a word, so that they are refused here.
+std::string Options::choose() {
+    // HIXL takes what is empty for absent, and 0 is what it does without the key, which one of the back-ends refuses.
+    const std::string fabric = given("EnableUseFabricMem");
+    if (fabric == "0") hixl.erase("EnableUseFabricMem");
+    for (auto entry = hixl.begin(); entry != hixl.end();)
+        entry = entry->second.empty() ? hixl.erase(entry) : std::next(entry);
+    for (const auto &entry : hixl)
+        if (hixl.count("adxl." + entry.first) != 0)
+            return entry.first + " and adxl." + entry.first + " are one option; leave one of them out";
+
+    struct Selector {
+        std::string option;
+        Backend backend;
+    };
+    std::vector<Selector> selectors;
+    if (fabric == "1") selectors.push_back({"EnableUseFabricMem=1", Backend::FAB});
+    Json config, resources;
+    std::string ignored, name = "LocalCommRes", text = given(name);
+    Json::parse(given("GlobalResourceConfig"), config, ignored);
+    const Json *path = config.field("local_comm_res_path");
+    if (path != nullptr && text.empty()) {
+        name = "local_comm_res_path";
+        const std::string problem = read_resources(path->text, text);
+        if (!problem.empty()) return "GlobalResourceConfig: local_comm_res_path=" + path->text + ": " + problem;
+    }
+    if (!text.empty() && Json::parse(text, resources, ignored)) {
+        const Json *version = resources.field("version");
+        const bool new_form = version != nullptr && version->kind == Json::STRING && version->text == "1.3";
+        selectors.push_back({name + (new_form ? " of version 1.3" : " of a version before 1.3"),
+                             new_form ? Backend::CS : Backend::COMM});
+    }
+    const Json *protocols = config.field("comm_resource_config.protocol_desc");
+    if (protocols != nullptr && (protocols->kind == Json::STRING || !protocols->items.empty()))
+        selectors.push_back({"comm_resource_config.protocol_desc", Backend::CS});
+    if (backend != Backend::AUTO) selectors.push_back({std::string("backend=") + word_of(backend), backend});
+    const char *remedy = "; leave one of them out, here and at every peer";
+    for (const Selector &selector : selectors)
+        if (selector.backend != selectors.front().backend)
+            return selectors.front().option + " chooses the back-end " + word_of(selectors.front().backend) + ", but "
+                   + selector.option + " chooses " + word_of(selector.backend) + remedy;
+    if (backend == Backend::FAB && fabric == "0")
+        return std::string("backend=fab chooses the back-end fab, but EnableUseFabricMem=0 forbids it") + remedy;
+    if (selectors.empty()) return "";
+
+    // A back-end that was asked for by name alone takes the option of HIXL's that chooses it.
+    backend = selectors.front().backend;
+    chosen_by = selectors.front().option;
+    if (selectors.size() == 1 && chosen_by == "backend=cs") hixl["LocalCommRes"] = "{\"version\":\"1.3\"}";
+    if (backend == Backend::FAB) hixl["EnableUseFabricMem"] = "1";
+    const std::string pool = given("BufferPool");
+    if (backend != Backend::COMM && !pool.empty() && pool != "0:0")
+        return "BufferPool=" + pool + " is for the back-end comm alone, but " + chosen_by + " chooses "
+               + word_of(backend) + remedy;
+    return "";
+}
+
+Backend Options::backend_on(const std::string &npu) const {
+    const bool left_to_it = backend == Backend::AUTO || chosen_by == "backend=comm";
+    if (!left_to_it) return backend;
+    return npu.find("Ascend950") != std::string::npos ? Backend::CS : Backend::COMM;
 }
 
 }  // namespace hx

@@ -9,14 +9,17 @@
 
 namespace hx {
 
-enum class Backend { AUTO, COMM, CS, FAB };
+// HIXL has three engines behind one interface, and both ends of a link must have the same one.
+enum class Backend : uint32_t { AUTO, COMM, CS, FAB };
+const char *word_of(Backend backend);  // as the option `backend` has it
 
 struct Options {
     std::string library;           // file or folder; empty: the usual places
     std::string ip = "127.0.0.1";  // literal; peers connect to it
     uint16_t port = 0;             // 0: a free one
     int32_t device = -1;           // -1: that of the caller's context, else 0
-    Backend backend = Backend::AUTO;
+    Backend backend = Backend::AUTO;  // what the options choose; AUTO: nothing, so that the NPU does
+    std::string chosen_by;            // the option that does
     bool notify_control = false;  // notify_via=control
     bool connect_async = false;   // connect_via=async
     int32_t connect_timeout_ms = 5000;
@@ -31,9 +34,14 @@ struct Options {
     uint32_t threads = 64;                    // most
     std::map<std::string, std::string> hixl;  // for Initialize, by HIXL's own keys
 
-    bool fabric() const;  // of the FAB back-end
     // 0, or -HXA_E_INVALID with the reason in `error`.
     int parse(const hxa_option *options, size_t n, std::string &error);
+    // The engine that HIXL makes on a kind of NPU, as AscendCL names it.
+    Backend backend_on(const std::string &npu) const;
+
+  private:
+    std::string choose();
+    std::string given(const std::string &key) const;  // one of HIXL's, by any of its names; empty: it is not
 };
 
 // "ip:port" or "[ip]:port" with a literal address and a port from 1.

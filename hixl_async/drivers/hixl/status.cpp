@@ -81,6 +81,20 @@ const char *error_text(int32_t status, int32_t native) {
         std::snprintf(text, sizeof text, "%s (errno %d)", texts[status], native);
         return text;
     }
+    if (native < 0 && native > -16) {
+        const Backend ours = static_cast<Backend>(-native / 4), theirs = static_cast<Backend>(-native % 4);
+        if (theirs == Backend::AUTO)
+            std::snprintf(text, sizeof text,
+                          "%s (backend=comm: on this NPU HIXL uses cs unless LocalCommRes has a version before 1.3; leave "
+                          "backend out, or take cs)",
+                          texts[status]);
+        else
+            std::snprintf(text, sizeof text,
+                          "%s (HIXL's back-end is %s here and %s at the peer, and these cannot be linked; give both the "
+                          "same option backend, or the same options of HIXL that choose it)",
+                          texts[status], word_of(ours), word_of(theirs));
+        return text;
+    }
     for (const Remedy &remedy : REMEDIES) {
         if (remedy.native != static_cast<uint32_t>(native)) continue;
         std::snprintf(text, sizeof text, "%s (HIXL: %s)", texts[status], remedy.text);

@@ -123,10 +123,41 @@ class Parser {
                 case '"':
                 case '\\':
                 case '/': text += *at_; break;
-                default: return false;  // \u is in no option of HIXL's
+                case 'u':
+                    if (!unicode(text)) {
+                        return false;
+                    }
+                    break;
+                default: return false;
             }
         }
         return at_ != end_ && *at_++ == '"';
+    }
+
+    // \uXXXX as UTF-8; no pairs, which paths and words do without.
+    bool unicode(std::string &text) {
+        if (end_ - at_ < 5) {
+            return false;
+        }
+        const std::string digits(at_ + 1, 4);
+        char *stop = nullptr;
+        const unsigned long code = std::strtoul(digits.c_str(), &stop, 16);
+        if (*stop != '\0' || (code & 0xf800) == 0xd800) {
+            return false;
+        }
+        at_ += 4;
+        if (code < 0x80) {
+            text += static_cast<char>(code);
+            return true;
+        }
+        if (code < 0x800) {
+            text += static_cast<char>(0xc0 | code >> 6);
+        } else {
+            text += static_cast<char>(0xe0 | code >> 12);
+            text += static_cast<char>(0x80 | (code >> 6 & 0x3f));
+        }
+        text += static_cast<char>(0x80 | (code & 0x3f));
+        return true;
     }
 
     bool number(Json &value) {
