@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -1146,6 +1147,43 @@ def test_a_card_with_no_address(opened: Maker, address: str) -> None:
     with pytest.raises(vt.DriverError) as caught:
         left.connect(right.card)
     assert caught.value.status == vt.PROTOCOL
+
+
+@pytest.mark.parametrize("what", ["shorter", "longer", "version", "magic", "no back-end", "unknown back-end"])
+@only("comm")
+def test_a_card_of_another_make(opened: Maker, what: str) -> None:
+    """A driver of another version, or none at all: nothing of the card is believed."""
+    left, right = opened().link(), opened().link()
+    card = right.card
+    before = bytes(card.data[: card.len])
+    fields = list(struct.unpack("=IIQQQIHH64s", before))
+    assert fields[7] == 1
+    changes = {"magic": (0, 1), "version": (1, fields[1] + 1), "no back-end": (7, 0), "unknown back-end": (7, 4)}
+    if what in changes:
+        at, value = changes[what]
+        fields[at] = value
+        card.data[: card.len] = struct.pack("=IIQQQIHH64s", *fields)
+    else:
+        card.len += -8 if what == "shorter" else 8
+    with pytest.raises(vt.DriverError) as caught:
+        left.connect(card)
+    assert caught.value.status == vt.PROTOCOL
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("comm", "cs"), ("cs", "fab"), ("fab", "comm")])
+def test_peers_of_different_back_ends(sim: Sim, ours: str, theirs: str) -> None:
+    """HIXL is not asked: what it answers says nothing of the reason, and may take as long as a connect may."""
+    with vt.no_leaks():
+        a, b = (vt.Instance(vt.load("hixl"), {"library": str(sim.root), "backend": word}) for word in (ours, theirs))
+        left, right = a.link(), b.link()
+        with pytest.raises(vt.DriverError) as caught:
+            left.connect(right.card)
+        assert caught.value.status == vt.UNSUPPORTED
+        text = a.vt.error_text(caught.value.status, caught.value.native).decode()
+        assert f"is {ours} here and {theirs} at the peer" in text
+        assert sim.count("links") == 0
+        a.close()
+        b.close()
 
 
 def test_finalize_meets_no_other_call(opened: Maker, sim: Sim) -> None:

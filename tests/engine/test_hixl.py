@@ -13,6 +13,7 @@ import pytest
 
 from hixl_async import (
     BufferTypeError,
+    ConnectError,
     DriverError,
     DriverLoadError,
     Engine,
@@ -274,6 +275,26 @@ async def test_a_peer_that_leaves_and_comes_back(drivers: Any) -> None:
                 await comes.write(here, await peer.region("there"))
                 assert bytes(memoryview(region)) == bytes([number]) * 64
         await until(lambda: stays.stats().peers == 0)
+
+
+async def test_peers_of_different_back_ends(root: Path) -> None:
+    """Another driver does where there is one; else the error names both."""
+
+    def using(backend: str, *more: str) -> dict[str, Any]:
+        return {"hixl": {"library": str(root), "backend": backend}, **{name: {} for name in more}}
+
+    async with (
+        Engine("127.0.0.1:0", name="right", drivers=using("cs", "shm")) as right,
+        Engine(name="left", drivers=using("comm")) as left,
+        Engine(name="versatile", drivers=using("fab", "shm")) as versatile,
+    ):
+        with pytest.raises(ConnectError, match="back-end is (comm here and cs|cs here and comm) at the peer"):
+            await left.connect(right.address)
+        peer = await versatile.connect(right.address)
+        assert peer.drivers == ("shm",)
+        region = right.allocate("there", 8, access="write")
+        await versatile.write(b"12345678", await peer.region("there"))
+        assert bytes(memoryview(region)) == b"12345678"
 
 
 # -- options and the library

@@ -45,7 +45,7 @@ constexpr uint32_t QUEUE = 3584;           // all windows together: HIXL's queue
 
 // ---- cards: what travels in hxa_card.data ---------------------------------------------------------------------------
 
-constexpr uint32_t VERSION = 1, LINK_MAGIC = 0x4b4e4c48, MEM_MAGIC = 0x4d454d48;
+constexpr uint32_t VERSION = 2, LINK_MAGIC = 0x4b4e4c48, MEM_MAGIC = 0x4d454d48;
 constexpr size_t ID_BYTES = 64;
 
 struct LinkCard {
@@ -54,7 +54,8 @@ struct LinkCard {
     uint64_t tag;            // how frames for this link are addressed
     uint64_t registrations;  // memories that whoever connects now can see
     uint32_t window;         // frames that we may have under way to it
-    uint32_t control;        // its notifications come by the control connection
+    uint16_t control;        // its notifications come by the control connection
+    uint16_t backend;        // Backend: ours must be the same
     char id[ID_BYTES];       // "ip:port" of HIXL
 };
 

@@ -75,6 +75,7 @@ int link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card *car
     about.registrations = self->registrations;
     about.window = link->window;
     about.control = self->options.notify_control;
+    about.backend = static_cast<uint16_t>(self->backend);
     std::memcpy(about.id, self->id.c_str(), std::min(self->id.size(), ID_BYTES - 1));
     std::memset(card, 0, sizeof *card);
     card->len = sizeof about;
@@ -97,8 +98,13 @@ int link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
     std::memcpy(&about, card->data, sizeof about);
     // HIXL is never asked about an address that makes no sense: with AutoConnect it would take down other links.
     if (about.magic != LINK_MAGIC || about.version != VERSION || about.token == 0 || about.window > QUEUE
-        || about.control > 1 || about.id[ID_BYTES - 1] != '\0' || !valid_address(about.id))
+        || about.control > 1 || about.backend == 0 || about.backend > static_cast<uint16_t>(Backend::FAB) || about.id[ID_BYTES - 1] != '\0' || !valid_address(about.id))
         return -HXA_E_PROTOCOL;
+    const Backend theirs = static_cast<Backend>(about.backend);
+    if (theirs != self.backend) {  // HIXL would say FAILED, or wait for an answer that the other does not know how to give
+        op->native = native_of(self.backend, theirs);
+        return -HXA_E_UNSUPPORTED;
+    }
     const std::string id = about.id;
     if (id == self.id) return -HXA_E_INVALID;  // HIXL refuses a connection with itself
     link->peer_tag = about.tag;
