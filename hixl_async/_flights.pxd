@@ -21,6 +21,7 @@ cdef extern from *:
 cdef class Flights(Hub):
     cdef object handler               # handler(driver, kind, cookie, status, topic, data): notifications, signals, lost links
     cdef object is_running            # loop.is_running, bound once
+    cdef bint plain                   # that is BaseEventLoop's, a call into Python to look at loop._thread_id
     cdef uint64_t generation          # fork_generation at open (C10)
     cdef readonly bint closed         # no new work
     cdef bint drain_scheduled         # drain() will run again without a signal

@@ -17,7 +17,7 @@ from ._memory cimport Memory, Places
 from ._transfer cimport ACTIVE, CANCELLED, CREDIT, DONE, Drain, FAILED, Transfer
 from .driver cimport *
 
-from asyncio import current_task
+from asyncio import BaseEventLoop, current_task
 from collections import deque
 
 from . import errors
@@ -79,6 +79,7 @@ cdef class Flights(Hub):
         self.sink.event = <void (*)(void *, const hxa_event *) noexcept nogil>hxa_mailbox_event
         self.loop, self.handler, self.stall = loop, handler, stall
         self.call_soon, self.is_running = loop.call_soon, loop.is_running
+        self.plain = hasattr(loop, "_thread_id") and getattr(type(loop), "is_running", None) is BaseEventLoop.is_running
         self.thread = PyThread_get_thread_ident()
         self.generation = fork_generation
         self.drivers, self.graveyard, self.places = (), [], Places()
@@ -91,7 +92,7 @@ cdef class Flights(Hub):
         # C9: while our loop runs on this thread no other can.  To ask asyncio which one runs costs a getpid() before
         # Python 3.12, a third of a small write.
         if (self.closed or self.generation != fork_generation or PyThread_get_thread_ident() != self.thread
-                or not self.is_running()):
+                or not (self.loop._thread_id is not None if self.plain else self.is_running())):
             self._refuse()
         return 0
 
