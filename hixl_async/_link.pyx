@@ -7,7 +7,10 @@ from libc.string cimport memcpy, memset
 
 from .driver cimport *
 
+import json
 import os
+from collections.abc import Mapping
+from numbers import Real
 
 from . import errors
 
@@ -141,6 +144,34 @@ def table_capabilities(capsule):
 cdef dict OPEN_ERRORS = {HXA_E_INVALID: errors.InvalidArgumentError, HXA_E_UNSUPPORTED: errors.DriverLoadError}
 
 
+def _plain(value):
+    """For JSON, which knows dicts and strings only."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return os.fspath(value)
+
+
+cdef bytes option_text(str driver, key, value):
+    """An option's value as drivers take it: text, 0 and 1 for truth, and JSON for what has parts."""
+    # A driver that wraps another gets the other's table by its address.
+    if PyCapsule_IsValid(value, HXA_DRIVER_CAPSULE):
+        return hex(<size_t>PyCapsule_GetPointer(value, HXA_DRIVER_CAPSULE)).encode()
+    try:
+        if isinstance(value, (Mapping, list, tuple)):
+            text = json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
+        elif isinstance(value, Real):
+            text = str(int(value) if isinstance(value, bool) else value)
+        else:
+            text = os.fspath(value)
+        if "\0" not in text:
+            return text.encode()
+    except (TypeError, ValueError):  # fspath may also answer bytes; circles, and surrogates that are no character
+        pass
+    raise errors.InvalidArgumentError(
+        f"driver {driver!r}: option {key!r} must be text, a number, a path, or a mapping or list of these, not {value!r}"
+    )
+
+
 @cython.no_gc_clear
 cdef class Driver:
     """An opened driver."""
@@ -163,12 +194,7 @@ cdef class Driver:
         memset(&self.own, 0, sizeof(self.own))
         memcpy(&self.own, table, min(<size_t>table.size, sizeof(self.own)))
         self.table = &self.own
-        encoded = []
-        for key, value in options.items():
-            # A driver that wraps another gets the other's table by its address.
-            if PyCapsule_IsValid(value, HXA_DRIVER_CAPSULE):
-                value = hex(<size_t>PyCapsule_GetPointer(value, HXA_DRIVER_CAPSULE))
-            encoded.append((str(key).encode(), str(value).encode()))
+        encoded = [(option_text(name, "name", key), option_text(name, key, value)) for key, value in options.items()]
         for i in range(len(encoded)):
             pairs[i].key = <bytes>encoded[i][0]
             pairs[i].value = <bytes>encoded[i][1]

@@ -385,6 +385,10 @@ def test_settings_that_are_shown_to_people_hide_the_secret() -> None:
     [
         ({"threads": "many"}, "threads"), ({"colour": "red"}, "colour"), ({"ring_bytes": 5000}, "ring_bytes"),
         ({str(i): 1 for i in range(65)}, "64 options"),
+        ({"threads": None}, "'threads' must be text, a number, a path, or a mapping or list of these, not None"),
+        ({"threads": b"2"}, "'threads'"), ({"threads": 2j}, "'threads'"), ({"threads": "2\0"}, "'threads'"),
+        ({"threads": {1: object()}}, "'threads'"), ({"threads": [float("nan")]}, "'threads'"),
+        ({"threads": "\ud800"}, "'threads'"), ({None: 2}, "option 'name' must be text"), ({"threads": [b"2"]}, "'threads'"),
     ],
 )  # fmt: skip
 async def test_driver_options(options: dict[str, Any], text: str) -> None:

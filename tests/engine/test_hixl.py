@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -312,11 +313,37 @@ async def test_a_library_that_is_not_there(tmp_path: Path) -> None:
         ({"hixl_ip": "everywhere"}, "hixl_ip"),
         ({"RdmaTrafficClass": 3}, "RdmaTrafficClass"),
         ({"colour": "red"}, "colour"),
+        ({"GlobalResourceConfig": {"comm_resource_config.qos": 8}}, "GlobalResourceConfig=.*qos"),
+        ({"LocalCommRes": {"version": 1.3}}, "LocalCommRes=.*version"),
     ],
 )
 async def test_options_that_cannot_be(root: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidArgumentError, match=says):
         await Engine(drivers={"hixl": {"library": str(root), **options}}).open()
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({"LocalCommRes": {"version": "1.3"}, "AutoConnect": False}, "cs, by LocalCommRes of version 1.3"),
+        ({"GlobalResourceConfig": {"comm_resource_config.protocol_desc": ("roce:device",)}}, "cs, by comm_resource_config"),
+        ({"EnableUseFabricMem": True, "GlobalResourceConfig": MappingProxyType({"fabric_memory": {"task_stream_num": 1}})},
+         "fab, by EnableUseFabricMem=1"),
+        ({"EnableUseFabricMem": 0, "RdmaTrafficClass": numpy.int64(128), "device": 1}, "comm, by "),
+    ],
+)  # fmt: skip
+async def test_options_may_be_mappings_numbers_and_truths(root: Path, options: dict[str, Any], backend: str) -> None:
+    async with Engine(drivers={"hixl": {"library": root, **options}}) as engine:
+        assert engine.driver_facts()["hixl"]["back-end"].startswith(backend)
+
+
+async def test_a_path_within_a_mapping(root: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ressources \u00e9"
+    path.write_text('{"version": "1.3"}')
+    async with Engine(
+        drivers={"hixl": {"library": root, "GlobalResourceConfig": {"local_comm_res_path": path}}}
+    ) as engine:
+        assert engine.driver_facts()["hixl"]["back-end"].startswith("cs, by local_comm_res_path")
 
 
 async def test_an_engine_that_cannot_be_initialized(drivers: Any, simulate: Callable[[str, object], None]) -> None:
