@@ -106,8 +106,8 @@ class _Block(ctypes.Structure):
         ("rule", _Rule * _RULES),
     )
 
-    def __str__(self) -> str:
-        # A driver's options are strings; the engine keeps the option itself, and so this block, alive.
+    def __fspath__(self) -> str:
+        # A driver's options are text; the engine keeps the option itself, and so this block, alive.
         return hex(ctypes.addressof(self))
 
 

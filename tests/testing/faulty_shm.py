@@ -49,7 +49,7 @@ def open_wrapped(options: int, n: int, sink: int, out: int, error: int, error_le
     given = (vt.COption * n).from_address(options) if n else ()
     array = (vt.COption * (n + 2))()
     array[0].key, array[0].value = b"driver", hex(inner).encode()
-    array[1].key, array[1].value = b"control", str(plan._block).encode()
+    array[1].key, array[1].value = b"control", os.fspath(plan._block).encode()
     for row, option in zip(array[2:], given, strict=True):
         row.key, row.value = b"inner." + option.key, option.value
     return faulty_open(ctypes.addressof(array), n + 2, sink, out, error, error_len)
