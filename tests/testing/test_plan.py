@@ -98,7 +98,7 @@ def test_mapping_for_engines() -> None:
     mapping = faulty("shm", plan, threads=2)
     assert list(mapping) == ["shm"], "peers see the driver by its own name"
     assert mapping["shm"]["inner.threads"] == 2
-    assert str(mapping["shm"]["control"]) == hex(ctypes.addressof(plan._block))
+    assert os.fspath(mapping["shm"]["control"]) == hex(ctypes.addressof(plan._block))
 
 
 def test_mirror_equals_header(tmp_path: Path) -> None:
