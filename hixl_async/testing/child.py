@@ -85,7 +85,9 @@ async def _answer(engine: Engine, request: dict[str, Any], writer: asyncio.Strea
 
 
 async def _serve(fd: int, setup: dict[str, Any]) -> None:
-    drivers = [setup["driver"]] if setup["plan"] is None else faulty(setup["driver"], FaultPlan.parse(setup["plan"]))
+    drivers: dict[str, dict[str, Any]] = {setup["driver"]: setup["options"]}
+    if setup["plan"] is not None:
+        drivers = faulty(setup["driver"], FaultPlan.parse(setup["plan"]), **setup["options"])
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd), limit=1 << 26)
     async with Engine("127.0.0.1:0", name=setup["name"], drivers=drivers, **setup["settings"]) as engine:
         for name, size in setup["regions"].items():

@@ -185,6 +185,7 @@ async def peer_process(
     *,
     name: str = "child",
     driver: str = "shm",
+    options: dict[str, Any] | None = None,
     plan: FaultPlan | None = None,
     loop: str = "asyncio",
     regions: dict[str, int] | None = None,
@@ -200,6 +201,7 @@ async def peer_process(
             assert await process.peek("kv", 0, 5) == b"hello"
             process.kill()
 
+    :param options: of its driver, JSON-safe.
     :param plan: faults of its engine; it is made anew over there, with counters of its own.
     :param loop: ``"asyncio"`` or ``"uvloop"``.
     :param regions: names and sizes of regions to allocate at once, for peers to read and write.
@@ -210,6 +212,7 @@ async def peer_process(
     setup = {
         "name": name,
         "driver": driver,
+        "options": options or {},
         "plan": None if plan is None else plan.spec(),
         "loop": loop,
         "regions": regions or {},

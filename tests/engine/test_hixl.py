@@ -246,11 +246,9 @@ async def test_hardware_that_fails_costs_one_transfer(
     assert pair.peer.state is PeerState.UP
 
 
-async def test_a_peer_that_dies(drivers: Any, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-    monkeypatch.setenv("ASCEND_HOME_PATH", str(root))
-    monkeypatch.setenv("HIXLSIM_BACKEND", drivers["hixl"]["backend"])
+async def test_a_peer_that_dies(drivers: Any) -> None:
     async with (
-        peer_process(driver="hixl", regions={"there": 4096}) as process,
+        peer_process(driver="hixl", options=drivers["hixl"], regions={"there": 4096}) as process,
         Engine("127.0.0.1:0", drivers=drivers, close_timeout=5.0) as engine,
     ):
         peer = await engine.connect(process.address)
