@@ -8,6 +8,7 @@
 //   hixl_ip, hixl_port  where HIXL listens, as peers reach it default 127.0.0.1 and a free port
 //   device              the NPU                               default: of the caller's context, else 0
 //   backend             auto, comm, cs or fab: presets the options that choose it
+//   host_memory         auto, pinned or pages: of mem_alloc
 //   notify_via          hixl or control (connection)          default hixl
 //   connect_via         threads or async (ConnectAsync)       default threads
 //   connect_timeout_ms  of Connect and Disconnect             default 5000

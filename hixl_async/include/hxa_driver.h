@@ -187,7 +187,8 @@ typedef struct hxa_driver {
 
     /* Memory.  rights is what any peer may ever be given.  import needs a link that is up, owns the card's descriptors from
      * the call on, and once it answered PENDING *mem wants mem_release whatever becomes of the op.  A refusal of import or
-     * connect may leave its reason in op->native. */
+     * connect may leave its reason in op->native.  alloc is the exception to T2: it answers with an address, so that it takes as
+     * long as the transport's own memory does. */
     int (*mem_alloc)(hxa_instance *self, uint64_t size, uint32_t rights, hxa_mem **mem, void **address);
     int (*mem_register)(hxa_instance *self, void *address, uint64_t size, uint32_t kind, uint32_t rights, hxa_mem **mem);
     int (*mem_export)(hxa_mem *mem, uint32_t rights, hxa_card *card);

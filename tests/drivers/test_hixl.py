@@ -266,7 +266,7 @@ def test_sizes_and_offsets_under_both_abis(tmp_path: Path, abi: int) -> None:
         ("colour", "red"), ("hixl_port", "65536"), ("hixl_port", "-1"), ("hixl_port", ""), ("hixl_ip", "localhost"),
         ("hixl_ip", "1.2.3"), ("hixl_ip", "::g"), ("hixl_ip", "0.0.0.0"), ("hixl_ip", "::"), ("hixl_ip", "224.0.0.1"),
         ("hixl_ip", "ff02::1"), ("hixl_ip", "::ffff:0.0.0.0"), ("hixl_ip", "255.255.255.255"),
-        ("device", "x"), ("backend", "udp"), ("notify_via", "mail"),
+        ("device", "x"), ("backend", "udp"), ("host_memory", "huge"), ("notify_via", "mail"),
         ("in_flight", "0"), ("library", ""), ("connect_timeout_ms", "0"), ("spin_us", "1e3"),
         ("AutoConnect", ""), ("AutoConnect", "2"), ("EnableUseFabricMem", "yes"), ("RdmaTrafficClass", "130"),
         ("RdmaTrafficClass", "256"), ("RdmaServiceLevel", "8"), ("adxl.RdmaServiceLevel", "-1"), ("BufferPool", "4"),
@@ -905,6 +905,64 @@ def test_memory_of_an_engine_that_cannot_start(opened: Maker, sim: Sim) -> None:
         instance.start()
     assert (caught.value.status, caught.value.native) == (vt.NOMEM, 207001)
     assert ready.wait() == vt.NOMEM
+
+
+HOST_NIC = '{"version":"1.3","endpoint_list":[{"protocol":"roce","comm_id":"10.0.0.1","placement":"host"}]}'
+BY_HOST_NIC = '{"comm_resource_config.protocol_desc":["roce:host"]}'
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "pinned"),
+    [
+        ({}, {}, True),
+        ({"host_memory": "pages"}, {}, False),
+        ({"LocalCommRes": HOST_NIC}, {"SOC": "Ascend950PR_9599"}, False),
+        ({"GlobalResourceConfig": BY_HOST_NIC}, {"SOC": "Ascend950PR_9599"}, False),
+        ({"LocalCommRes": HOST_NIC, "host_memory": "pinned"}, {"SOC": "Ascend950PR_9599"}, True),
+        ({"LocalCommRes": HOST_NIC}, {"SOC": "Ascend910B3"}, True),
+        ({}, {"SOC": "Ascend950PR_9599"}, True),
+        ({"LocalCommRes": HOST_NIC}, {"DEVICES": "0", "MALLOC_HOST": "107002"}, False),
+    ],
+)
+def test_what_host_memory_is_made_of(
+    sim: Sim,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, str],
+    environment: dict[str, str],
+    pinned: bool,
+) -> None:
+    """Of what HIXL can register: page-locked by AscendCL, but a 950's NIC of the host takes no such memory."""
+    for name, value in environment.items():
+        monkeypatch.setenv(f"HIXLSIM_{name}", value)
+    with vt.no_leaks():
+        instance = vt.Instance(vt.load("hixl"), {"library": str(sim.root), **options})
+        memory = instance.alloc(4096)
+        assert bool(sim.acl.hixlsim_memory_kind(c.c_void_p(memory.address))) == pinned
+        instance.close()
+
+
+@only("comm")
+def test_memory_that_cannot_be_locked_is_refused(opened: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than memory that HIXL refuses, or takes and cannot connect with."""
+    instance = opened()
+    instance.start()
+    monkeypatch.setenv("HIXLSIM_MALLOC_HOST", "207001")
+    with pytest.raises(vt.DriverError) as caught:
+        instance.alloc(4096)
+    assert caught.value.status == vt.NOMEM
+    assert any("aclrtMallocHost of 0 MiB answered 207001" in line for line in instance.logs)
+
+
+@only("comm")
+def test_an_allocation_that_holds_up_the_loop_is_told(opened: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = opened()
+    instance.alloc(4096)
+    assert not any("aclrtMallocHost" in line for line in instance.logs)
+    monkeypatch.setenv("HIXLSIM_MALLOC_HOST_MS", "120")
+    instance.alloc(4096)
+    assert any(re.search(r"aclrtMallocHost .* took \d{3,} ms", line) for line in instance.logs)
+    opened(host_memory="pages").alloc(4096)
+    assert not any("aclrtMallocHost" in line for line in opened.made[-1].logs)
 
 
 # ---- notifications ---------------------------------------------------------------------------------------------------

@@ -213,8 +213,7 @@ void hxa_instance::enter() {
 
 Outcome hxa_instance::initialize() {
     if (closing != 0 || started != 0) return {HXA_E_INVALID, 0, HXA_SCOPE_OP};
-    const char *kind = library.acl.npu != nullptr ? library.acl.npu() : nullptr;
-    const std::string npu = kind != nullptr ? kind : "";
+    const std::string npu = library.acl.npu();
     if (options.backend == Backend::COMM && options.backend_on(npu) != Backend::COMM)
         return {HXA_E_UNSUPPORTED, native_of(Backend::COMM, Backend::AUTO), HXA_SCOPE_OP};
     uint32_t native = abi::FAILED;
@@ -328,6 +327,10 @@ int instance_open(const hxa_option *options, size_t n, const hxa_sink *sink, hxa
     int status = wanted.parse(options, n, reason);
     Library library;
     if (status == 0) status = library.load(wanted.library, reason);
+    if (status == 0 && wanted.host_memory == HostMemory::PINNED && library.acl.malloc_host == nullptr) {
+        reason = "hixl: host_memory=pinned: there is no libascendcl.so with aclrtMallocHost beside " + library.path;
+        status = -HXA_E_UNSUPPORTED;
+    }
     if (status == 0 && !(reason = place_problem(wanted)).empty()) status = -HXA_E_SYSTEM;
     if (status != 0) {
         copy_text(reason, error, error_len);

@@ -198,7 +198,7 @@ int Library::load(const std::string &wanted, std::string &error) {
         find(handle, "aclrtSetCurrentContext", found.set_context);
         find(handle, "aclrtMallocHost", found.malloc_host);
         find(handle, "aclrtFreeHost", found.free_host);
-        find(handle, "aclrtGetSocName", found.npu);
+        find(handle, "aclrtGetSocName", found.soc_name);
         if (found.set_device == nullptr || found.get_context == nullptr || found.set_context == nullptr) continue;
         if (found.malloc_host == nullptr || found.free_host == nullptr) found.malloc_host = nullptr;
         acl = found;

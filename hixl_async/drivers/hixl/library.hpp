@@ -15,9 +15,14 @@ struct Acl {
     int (*set_context)(void *) = nullptr;
     int (*malloc_host)(void **, size_t) = nullptr;
     int (*free_host)(void *) = nullptr;
-    const char *(*npu)() = nullptr;  // its kind; where there is none, nullptr
+    const char *(*soc_name)() = nullptr;
 
     bool there() const { return set_device != nullptr; }
+    // The kind of NPU; empty where there is none.
+    std::string npu() const {
+        const char *name = soc_name != nullptr ? soc_name() : nullptr;
+        return name != nullptr ? name : "";
+    }
 };
 
 struct Library {

@@ -18,6 +18,8 @@ constexpr uint64_t RECESS_AFTER = 500 * MS;          // links that are never all
 constexpr uint64_t RECESS_HOLD = 500 * MS;           // for no longer than this,
 constexpr uint64_t RECESS_PAUSE_MOST = 10 * SECOND;  // and after that left alone for longer and longer
 
+constexpr uint64_t SLOW_MS = 100;  // that an allocation may hold up the loop without a word
+
 uint64_t page_size() {
     static const uint64_t size = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
     return size;
@@ -195,21 +197,31 @@ int mem_retire(hxa_mem *mem, hxa_op *op) {
 using namespace hx;
 
 // Host memory for HIXL comes from aclrtMallocHost where AscendCL is; a thread of ours asks, for the caller's has no
-// context.
+// context.  The caller waits for it all the same, although it is the loop: it wants an address, and only aclrtMallocHost
+// knows which.  Pages of our own, locked later by aclrtHostRegister, would not be the same: HIXL asks for aclrtMallocHost
+// on A2 and A3, fabric memory for an allocation of AscendCL's, and kernels up to 5.10 take no others.
 void *hxa_instance::host_alloc(uint64_t size, hxa_mem &mem) {
-    if (library.acl.malloc_host != nullptr) {
+    if (library.acl.malloc_host != nullptr && options.host_memory != HostMemory::PAGES) {
         struct Wait {
             Mutex lock;
             Condition changed;
             bool done = false;
             void *base = nullptr;
+            int error = 0;
         };
         auto wait = std::make_shared<Wait>();
+        const uint64_t begun = clock_now();
         pages->post([this, wait, size] {
             void *base = nullptr;
-            const bool made = library.acl.malloc_host(&base, size) == 0;
+            int error = 0;
+            if (!options.pages_on(library.acl.npu())) {
+                error = library.acl.malloc_host(&base, size);
+                if (error != 0) base = nullptr;
+                else std::memset(base, 0, size);
+            }
             Guard guard(wait->lock);
-            wait->base = made ? base : nullptr;
+            wait->base = base;
+            wait->error = error;
             wait->done = true;
             wait->changed.all();
         });
@@ -217,10 +229,21 @@ void *hxa_instance::host_alloc(uint64_t size, hxa_mem &mem) {
             Guard guard(wait->lock);
             while (!wait->done) wait->changed.wait(wait->lock, NEVER);
         }
+        const uint64_t took = (clock_now() - begun) / MS;
+        if (took >= SLOW_MS)
+            log(nullptr, text("hixl: aclrtMallocHost of %llu MiB took %llu ms, for which the event loop stood still; "
+                              "allocate before there are peers, or register what another thread allocated",
+                              static_cast<unsigned long long>(size >> 20), static_cast<unsigned long long>(took)));
         if (wait->base != nullptr) {
-            std::memset(wait->base, 0, size);
             mem.pinned = true;
             return wait->base;
+        }
+        // Without a device (a NIC of the host needs none) it has to be pages; with one HIXL would not take them.
+        if (wait->error != 0 && (context != nullptr || options.host_memory == HostMemory::PINNED)) {
+            log(nullptr, text("hixl: aclrtMallocHost of %llu MiB answered %d; allocate less at once, or take "
+                              "host_memory=pages where HIXL can use them",
+                              static_cast<unsigned long long>(size >> 20), wait->error));
+            return nullptr;
         }
     }
     mem.mapped = static_cast<size_t>((size + page_size() - 1) / page_size() * page_size());

@@ -56,6 +56,8 @@ struct Choice {
 const std::vector<Choice> &choices() {
     static const std::vector<Choice> all = {
         {"backend", {"auto", "comm", "cs", "fab"}, [](Options &o, size_t i) { o.backend = static_cast<Backend>(i); }},
+        {"host_memory", {"auto", "pinned", "pages"},
+         [](Options &o, size_t i) { o.host_memory = static_cast<HostMemory>(i); }},
         {"notify_via", {"hixl", "control"}, [](Options &o, size_t i) { o.notify_control = i == 1; }},
         {"connect_via", {"threads", "async"}, [](Options &o, size_t i) { o.connect_async = i == 1; }},
     };
@@ -207,6 +209,13 @@ std::string read_resources(const std::string &path, std::string &text) {
     Json json;
     std::string error;
     return Json::parse(text, json, error) ? "" : "it is no JSON: " + error;
+}
+
+bool is_950(const std::string &npu) { return npu.find("Ascend950") != std::string::npos; }
+
+bool at_host_nic(const Json &endpoint) {
+    const Json *protocol = endpoint.field("protocol"), *placement = endpoint.field("placement");
+    return protocol != nullptr && protocol->text == "roce" && placement != nullptr && placement->text == "host";
 }
 
 std::string list_of_keys() {
@@ -361,6 +370,13 @@ std::string Options::choose() {
     if (protocols != nullptr && (protocols->kind == Json::STRING || !protocols->items.empty()))
         selectors.push_back({"comm_resource_config.protocol_desc", Backend::CS});
     if (backend != Backend::AUTO) selectors.push_back({std::string("backend=") + word_of(backend), backend});
+    const Json *endpoints = resources.field("endpoint_list");
+    if (endpoints != nullptr)
+        for (const Json &endpoint : endpoints->items) host_nic = host_nic || at_host_nic(endpoint);
+    if (protocols != nullptr) {
+        host_nic = host_nic || protocols->text == "roce:host";
+        for (const Json &protocol : protocols->items) host_nic = host_nic || protocol.text == "roce:host";
+    }
     const char *remedy = "; leave one of them out, here and at every peer";
     for (const Selector &selector : selectors)
         if (selector.backend != selectors.front().backend)
@@ -385,7 +401,11 @@ std::string Options::choose() {
 Backend Options::backend_on(const std::string &npu) const {
     const bool left_to_it = backend == Backend::AUTO || chosen_by == "backend=comm";
     if (!left_to_it) return backend;
-    return npu.find("Ascend950") != std::string::npos ? Backend::CS : Backend::COMM;
+    return is_950(npu) ? Backend::CS : Backend::COMM;
+}
+
+bool Options::pages_on(const std::string &npu) const {
+    return host_memory == HostMemory::PAGES || (host_memory == HostMemory::AUTO && host_nic && is_950(npu));
 }
 
 }  // namespace hx

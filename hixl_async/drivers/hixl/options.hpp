@@ -13,6 +13,9 @@ namespace hx {
 enum class Backend : uint32_t { AUTO, COMM, CS, FAB };
 const char *word_of(Backend backend);  // as the option `backend` has it
 
+// What mem_alloc gives: AUTO is page-locked memory of AscendCL's, except where HIXL cannot take it.
+enum class HostMemory : uint32_t { AUTO, PINNED, PAGES };
+
 struct Options {
     std::string library;           // file or folder; empty: the usual places
     std::string ip = "127.0.0.1";  // literal; peers connect to it
@@ -20,6 +23,8 @@ struct Options {
     int32_t device = -1;           // -1: that of the caller's context, else 0
     Backend backend = Backend::AUTO;  // what the options choose; AUTO: nothing, so that the NPU does
     std::string chosen_by;            // the option that does
+    bool host_nic = false;            // a RoCE NIC of the host is among what the options let HIXL use
+    HostMemory host_memory = HostMemory::AUTO;
     bool notify_control = false;  // notify_via=control
     bool connect_async = false;   // connect_via=async
     int32_t connect_timeout_ms = 5000;
@@ -38,6 +43,8 @@ struct Options {
     int parse(const hxa_option *options, size_t n, std::string &error);
     // The engine that HIXL makes on a kind of NPU, as AscendCL names it.
     Backend backend_on(const std::string &npu) const;
+    // mem_alloc gives plain pages there: HIXL takes no page-locked memory for the 950's way over a NIC of the host.
+    bool pages_on(const std::string &npu) const;
 
   private:
     std::string choose();

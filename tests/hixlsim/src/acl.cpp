@@ -3,11 +3,13 @@
 
 #include <sys/mman.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
+#include <thread>
 
 namespace {
 
@@ -136,7 +138,16 @@ int aclrtSetCurrentContext(void *context) {
 
 int aclrtMalloc(void **memory, size_t size, int) { return allocate(memory, size, 2, size_t{2} << 20); }
 int aclrtFree(void *memory) { return release(memory, 2); }
-int aclrtMallocHost(void **memory, size_t size) { return allocate(memory, size, 1, 4096); }
+
+// Page-locking takes its time, and may fail.
+int aclrtMallocHost(void **memory, size_t size) {
+    const char *error = std::getenv("HIXLSIM_MALLOC_HOST");
+    const char *delay = std::getenv("HIXLSIM_MALLOC_HOST_MS");
+    if (delay != nullptr) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(std::atoi(delay)));
+    }
+    return error != nullptr ? std::atoi(error) : allocate(memory, size, 1, 4096);
+}
 int aclrtFreeHost(void *memory) { return release(memory, 1); }
 
 int aclrtMemcpy(void *to, size_t room, const void *from, size_t count, int) {
