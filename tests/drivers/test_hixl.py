@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "hixl_async" / "drivers" / "hixl"
 MIB = 1 << 20
 BACKENDS = ("comm", "cs", "fab")
-QUIET = {"LATENCY_US": 0, "JITTER_US": 0, "GBPS": 0, "ORDER": "fifo", "FAULTS": "", "SEED": 1, "STRICT": 0, "RELAY": 0}
+QUIET = {"LATENCY_US": 0, "JITTER_US": 0, "GBPS": 0, "ORDER": "fifo", "FAULTS": "", "SEED": 1, "STRICT": 0, "RELAY": 0,
+         "FORGET_US": 0, "HEARTBEAT_MS": 10_000}  # fmt: skip
 
 
 class Sim:
@@ -488,6 +489,74 @@ def test_requests_of_many_links_recycle_each_others_handles(
             assert w.there.view[at : at + 929] == w.here.view[at : at + 929]
 
 
+@only("cs")
+def test_no_request_is_struck_out_in_anothers_place(opened: Maker, sim: Sim) -> None:
+    """A query frees a request first and forgets its address later, and meanwhile nobody may be given the same one."""
+    sim.set(FORGET_US=100, LATENCY_US=10, JITTER_US=400, ORDER="random")
+    a = opened()
+    worlds = [World(*vt.join(a, opened()), size=65536) for _ in range(8)]
+    for w in worlds:
+        vt.fill(w.here.view, 3)
+    chance = random.Random(5)
+    ops = []
+    for _ in range(320):
+        world, at = chance.choice(worlds), chance.randrange(60_000)
+        ops.append((world, at, world.write(at, at, 1000)))
+    for w, at, op in ops:
+        op.ok(w.left)
+        assert w.there.view[at : at + 1000] == w.here.view[at : at + 1000]
+
+
+def shut_sockets(instance: vt.Instance) -> None:
+    """The connections of others in this process with the HIXL of `instance`, as if it had died."""
+    port = int(re.search(r"listens at: 127.0.0.1:(\d+)", instance.vt.about(instance.handle).decode())[1])
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(fd))) as known:
+                if known.family == socket.AF_INET and known.getpeername()[1] == port:
+                    known.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue
+
+
+@only("cs")
+def test_requests_that_hixl_dropped_with_their_connection_are_not_taken_for_others(opened: Maker, sim: Sim) -> None:
+    """With AutoConnect it cuts a connection by itself, and then their addresses are those of other links' requests."""
+    sim.set(HEARTBEAT_MS=10)
+    a = opened(AutoConnect=1)
+    lost, well = (warm(World(*vt.join(a, opened(AutoConnect=1)))) for _ in range(2))
+    sim.set(LATENCY_US=400_000)
+    dropped = [lost.write(i * 8, i * 8, 8) for i in range(7)]
+    wait(lambda: sim.count("live_requests") == 7, lost)
+    shut_sockets(lost.right.instance)
+    wait(lambda: sim.count("live_requests") == 0, lost)
+    sim.set(LATENCY_US=2000)
+    for _ in range(10):
+        ops = [well.write(i * 64, i * 64, 64) for i in range(30)]
+        assert settled(well, ops) == [vt.OK] * 30
+    assert not any(op.completed for op in dropped), "an answer about another request was taken for theirs"
+    a.vt.abandon(lost.left.handle, dropped[0].pointer)
+    assert settled(lost, dropped) == [vt.TIMEOUT] + [vt.LINK] * 6
+    sim.set(LATENCY_US=0)
+    lost.write(0, 0, lost.size).ok(lost.left)
+
+
+@only("cs")
+def test_nothing_is_asked_about_after_hixl_dropped_it_for_a_failure(opened: Maker, sim: Sim) -> None:
+    """The fixture `sim` counts questions about requests that are gone."""
+    world = opened.world(AutoConnect=1)
+    sim.set(LATENCY_US=200_000)
+    ops = [world.write(i * 8, i * 8, 8) for i in range(10)]
+    wait(lambda: sim.count("live_requests") == 10, world)
+    sim.set(FAULTS="submit@1=507899")
+    ops.append(world.write(0, 0, 8))
+    assert settled(world, ops) == [vt.LINK] * 11
+    sim.set(LATENCY_US=0)
+    world.write(0, 0, world.size).ok(world.left)
+
+
 def test_batch_queries_where_they_exist(world: World, sim: Sim, backend: str) -> None:
     """One question for all requests where the back-end answers it, one each elsewhere."""
     sim.set(LATENCY_US=300)
@@ -767,6 +836,85 @@ def test_a_link_that_blocks_stalls_nobody(opened: Maker, sim: Sim, call: str) ->
     blocked = "TransferAsync" if call.startswith("stall") else "Connect"
     assert any(f"{blocked} lasts" in line for line in a.logs), a.logs
     free.left.instance.until(lambda: any("moves again" in line for line in a.logs))
+
+
+@only("comm", "cs")
+def test_abandoned_inside_a_call_that_does_not_come_back(opened: Maker, sim: Sim) -> None:
+    """It may use the memory for as long as it lasts, and no Disconnect gets past it: one would only hold up other links."""
+    a = opened()
+    stuck, free = (warm(World(*vt.join(a, opened()))) for _ in range(2))
+    sim.set(LATENCY_US=100_000)
+    early = stuck.write(4096, 4096, 8)
+    wait(lambda: sim.count("live_requests") == 1, stuck)
+    sim.set(FAULTS="stall@1=60", LATENCY_US=0)
+    inside, after = stuck.write(0, 0, 8), stuck.write(8, 8, 8)
+    a.until(lambda: any("TransferAsync lasts" in line for line in a.logs))
+    for op in (early, inside, after):
+        a.vt.abandon(stuck.left.handle, op.pointer)
+    for _ in range(20):
+        free.write(0, 0, 4096).ok(free.left)
+    assert not inside.released, "its memory is in use"
+    stopped = stuck.left.stop()
+    for _ in range(20):
+        free.write(0, 0, 4096).ok(free.left)
+    assert not stopped.released
+    sim.set(FAULTS="")
+    stopped.ok(stuck.left)
+    assert {op.wait(stuck.left) for op in (early, inside, after)} <= {vt.OK, vt.TIMEOUT, vt.LINK}
+    assert after.status in (vt.TIMEOUT, vt.LINK)
+    a.until(lambda: any("TransferAsync took" in line for line in a.logs))
+    free.write(0, 0, free.size).ok(free.left)
+
+
+class Mute:
+    """Where an engine should listen: accepts, and never says a word."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.server = socket.create_server(("127.0.0.1", port), backlog=64)
+        self.address = f"127.0.0.1:{self.server.getsockname()[1]}"
+
+    def __enter__(self) -> Mute:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.server.close()
+
+
+@pytest.mark.parametrize("via", ["threads", "async"])
+@only("comm")
+def test_an_engine_that_accepts_and_says_nothing(opened: Maker, via: str) -> None:
+    """HIXL waits without a limit for its answer: a link that is not wanted any more, and the engine, end all the same."""
+    a = opened(connect_via=via, connect_timeout_ms=100)
+    free = warm(World(*vt.join(a, opened())))
+    with Mute() as mute:
+        left, right = a.link(50), free.right.instance.link(51)
+        left.other, right.other = right, left
+        size = right.card.len
+        right.card.data[size - 64 : size] = mute.address.encode().ljust(64, b"\0")
+        joining = vt.Op(a)
+        joining.accepted("link_connect", a.vt.link_connect(left.handle, c.byref(right.card), joining.pointer))
+        threading.Event().wait(0.3)
+        free.write(0, 0, free.size).ok(free.left)
+        assert not joining.released, "HIXL's time is up, but it waits"
+        left.stop().ok(left)
+        assert joining.wait() == vt.LINK
+        assert any("Connect" in line and "no answer" in line for line in a.logs)
+        free.write(0, 0, free.size).ok(free.left)
+        left.free()
+        a.close()
+
+
+@only("comm")
+def test_an_engine_that_falls_silent(opened: Maker) -> None:
+    """Disconnect waits for its answer as well."""
+    a, b = opened(connect_timeout_ms=100), opened()
+    world = warm(World(*vt.join(a, b)))
+    port = int(re.search(r"listens at: 127.0.0.1:(\d+)", b.vt.about(b.handle).decode())[1])
+    b.close()
+    with Mute(port):
+        world.left.stop().ok(world.left)
+        world.left.free()
+        a.close()
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

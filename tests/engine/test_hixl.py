@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +29,8 @@ from hixl_async import (
     TransferTimeoutError,
     kv,
 )
+from hixl_async import links as engine_links
+from hixl_async.messages import binary_text
 from hixl_async.testing import EnginePair, engine_pair, peer_process
 from tests.hixlsim.build import build
 
@@ -229,6 +234,72 @@ async def test_a_deadline_costs_the_link_and_the_next_write_works(
     await pair.left.write(here, remote)
     assert bytes(memoryview(there)) == b"x" * 4096
     assert pair.left.stats().pinned == 0
+
+
+@pytest.mark.parametrize("drivers", ["comm"], indirect=True)
+async def test_a_deadline_passes_while_hixl_stays_in_a_call(
+    pair: EnginePair, simulate: Callable[[str, object], None]
+) -> None:
+    """Nobody waits for it, but its memory is held until HIXL has come back, and the link goes on after it."""
+    there, remote = await pair.region("there", 4096)
+    here = pair.left.allocate("here", 4096)
+    await pair.left.write(here, remote)
+    simulate("FAULTS", "stall@1=60")
+    memoryview(here)[:] = b"x" * 4096
+    transfer = pair.left.write(here, remote, deadline=0.05)
+    with pytest.raises(TransferTimeoutError, match="deadline"):
+        await transfer
+    assert pair.left.stats().pinned == 1
+    simulate("FAULTS", "")
+    await transfer.drained()
+    await pair.left.write(here, remote)
+    assert bytes(memoryview(there)) == b"x" * 4096
+
+
+@pytest.mark.parametrize("drivers", ["comm"], indirect=True)
+async def test_a_hixl_that_accepts_and_says_nothing_holds_nobody(drivers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drivers = {"hixl": {**drivers["hixl"], "connect_timeout_ms": 50}}
+    async with Engine("127.0.0.1:0", drivers=drivers) as there, Engine(drivers=drivers) as here:
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            address = f"127.0.0.1:{mute.getsockname()[1]}".encode().ljust(64, b"\0")
+            monkeypatch.setattr(engine_links, "binary_text", lambda card: binary_text(card[:-64] + address))
+            with pytest.raises(ConnectError, match="did not complete the connection in time"):
+                await here.connect(there.address, timeout=0.3)
+            await asyncio.gather(here.aclose(), there.aclose())  # without a word to the loop's exception handler
+
+
+STUCK = """
+import asyncio, ctypes, sys
+from hixl_async import Engine
+
+async def main(drivers, library):
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: print(context["message"]))
+    there = await Engine("127.0.0.1:0", drivers=drivers, close_timeout=0.1).open()
+    here = await Engine(drivers=drivers, close_timeout=0.1).open()
+    region, mine = there.allocate("there", 64, access="write"), here.allocate("here", 64)
+    remote = await (await here.connect(there.address)).region("there")
+    await here.write(mine, remote)
+    library.hixlsim_set(b"FAULTS", b"stall@1=3600")
+    here.write(mine, remote)
+    await asyncio.sleep(0.05)
+    await here.aclose()
+    await there.aclose()
+    print("closed")
+
+root = sys.argv[1]
+library = ctypes.CDLL(root + "/lib64/libcann_hixl.so")
+asyncio.run(main({"hixl": {"library": root, "backend": "comm"}}, library))
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_closes_while_hixl_stays_in_a_call(root: Path) -> None:
+    """In a process of its own, for it leaks: the memory that HIXL may still use, and says so."""
+    run = subprocess.run([sys.executable, "-c", STUCK, str(root)], capture_output=True, text=True, timeout=50)
+    assert run.returncode == 0, run.stderr
+    assert "drivers still held the memory" in run.stdout
+    assert run.stdout.endswith("closed\n")
 
 
 async def test_hardware_that_fails_costs_one_transfer(

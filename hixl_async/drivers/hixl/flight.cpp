@@ -15,6 +15,7 @@ constexpr uint64_t BUSY_FIRST = 50 * US, BUSY_MOST = 10 * MS;
 // Fabric memory takes a stream or more of 512 for each request of the engine, and when they are used up it says no more
 // than FAILED.
 constexpr uint32_t FABRIC_REQUESTS = 60;
+constexpr uint64_t SWEEP_PATIENCE = 100 * MS;  // a batch query may be held up this long by calls of other links
 constexpr uint32_t BOUNCES = 3;  // an op may find the link gone this often
 
 }  // namespace
@@ -238,10 +239,12 @@ uint32_t Route::flights_of(const hxa_link *link) const {
 }
 
 void Route::look() {
-    if (flights_ > 1 && self_.batch != 0 && flights_ * 2 >= self_.ledger.count.load(std::memory_order_relaxed)
-        && sweep())
-        return;
-    ask();
+    // With AutoConnect HIXL may have dropped a request, and given its handle to another link's: only the batch query
+    // says whose answer it has.
+    const bool recycled = self_.batch != 0 && auto_connect_;
+    const bool most = flights_ > 1 && flights_ * 2 >= self_.ledger.count.load(std::memory_order_relaxed);
+    if (self_.batch != 0 && (most || recycled) && sweep()) swept_ = now_;
+    else if (!recycled || now_ - std::min(swept_, now_) > SWEEP_PATIENCE) ask();
 }
 
 // One question for all requests of the engine; the answers of other routes are passed on.

@@ -3,62 +3,47 @@
 namespace hx {
 
 namespace {
-constexpr uint64_t PATIENCE = 3 * MS;
+constexpr uint64_t PATIENCE = 20 * MS;
 }
 
-// Under lock_: until nobody is in the way, or what is has been there for too long.
-template <class Busy>
-void Gate::wait(Busy busy) {
-    if (!busy()) return;
+// Under lock_: until no batch query is under way, and no call of `others` but those that have been there for too long.
+void Gate::wait(Kind *others) {
+    const auto busy = [&] { return others != nullptr && others->running > others->stuck; };
+    if (!sweeping_ && !busy()) return;
     const uint64_t end = clock_now() + PATIENCE;
     waiting_++;
-    while (busy()) {
-        if (clock_now() >= end) {
-            stuck_ = transfers_;
-            stuck_before_ = clock_now();
+    while (sweeping_ || busy()) {
+        // A batch query is never written off: it may have the answer of whoever waits here.
+        if (!sweeping_ && clock_now() >= end) {
+            others->stuck = others->running;
+            others->stuck_before = clock_now();
             break;
         }
-        changed_.wait(lock_, end);
+        changed_.wait(lock_, sweeping_ ? NEVER : end);
     }
     waiting_--;
 }
 
-Gate::Transfer::Transfer(Gate &gate) : gate_(gate) {
+Gate::Single::Single(Gate &gate, Kind &mine, Kind &others) : gate_(gate), kind_(mine) {
     if (!gate_.needed_) return;
     Guard guard(gate_.lock_);
-    gate_.wait([&] { return gate_.queries_ > 0 || gate_.sweeping_; });
-    gate_.transfers_++;
-    counted_ = true;
+    gate_.wait(&others);
+    kind_.running++;
     since_ = clock_now();
 }
 
-Gate::Transfer::~Transfer() {
-    if (!counted_) return;
+Gate::Single::~Single() {
+    if (since_ == 0) return;
     Guard guard(gate_.lock_);
-    gate_.transfers_--;
-    if (gate_.stuck_ > 0 && since_ <= gate_.stuck_before_) gate_.stuck_--;
-    if (gate_.waiting_ > 0) gate_.changed_.all();
-}
-
-Gate::Query::Query(Gate &gate) : gate_(gate) {
-    if (!gate_.needed_) return;
-    Guard guard(gate_.lock_);
-    gate_.wait([&] { return gate_.transfers_ > gate_.stuck_ || gate_.sweeping_; });
-    gate_.queries_++;
-    counted_ = true;
-}
-
-Gate::Query::~Query() {
-    if (!counted_) return;
-    Guard guard(gate_.lock_);
-    gate_.queries_--;
+    kind_.running--;
+    if (kind_.stuck > 0 && since_ <= kind_.stuck_before) kind_.stuck--;
     if (gate_.waiting_ > 0) gate_.changed_.all();
 }
 
 Gate::Control::Control(Gate &gate) : gate_(gate) {
     if (!gate_.needed_) return;
     Guard guard(gate_.lock_);
-    gate_.wait([&] { return gate_.sweeping_; });
+    gate_.wait(nullptr);
     gate_.controls_++;
     counted_ = true;
 }
@@ -71,7 +56,7 @@ Gate::Control::~Control() {
 
 bool Gate::try_sweep() {
     Guard guard(lock_);
-    if (!needed_ || sweeping_ || transfers_ > 0 || queries_ > 0 || controls_ > 0) return false;
+    if (!needed_ || sweeping_ || transfers_.running > 0 || queries_.running > 0 || controls_ > 0) return false;
     sweeping_ = true;
     return true;
 }

@@ -5,8 +5,8 @@
 // link, so that it must not meet a call that holds one for long, and takes answers of others, so that nobody may ask
 // for the same request meanwhile.
 //
-// Nobody waits long for a call that is stuck: after a few ms it is written off, and what then gets lost is seen as a
-// failed request of that link.
+// Nobody waits long for a call that is stuck: after some ms it is written off, and what then gets lost is seen as a
+// failed request of that link.  A batch query is waited for, for it meets nobody who could hold it up.
 #pragma once
 
 #include "sync.hpp"
@@ -14,27 +14,31 @@
 namespace hx {
 
 class Gate {
+    struct Kind {
+        uint32_t running = 0, stuck = 0;  // stuck: of those that run, written off
+        uint64_t stuck_before = 0;        // they began before this
+    };
+    class Single {  // excludes calls of the other kind, and batch queries
+      protected:
+        Single(Gate &gate, Kind &mine, Kind &others);
+        ~Single();
+
+      private:
+        Gate &gate_;
+        Kind &kind_;
+        uint64_t since_ = 0;
+    };
+
   public:
     void open(bool needed) { needed_ = needed; }
 
-    class Transfer {  // around TransferAsync
+    class Transfer : Single {  // around TransferAsync
       public:
-        explicit Transfer(Gate &gate);
-        ~Transfer();
-
-      private:
-        Gate &gate_;
-        bool counted_ = false;
-        uint64_t since_ = 0;
+        explicit Transfer(Gate &gate) : Single(gate, gate.transfers_, gate.queries_) {}
     };
-    class Query {  // around single queries
+    class Query : Single {  // around single queries
       public:
-        explicit Query(Gate &gate);
-        ~Query();
-
-      private:
-        Gate &gate_;
-        bool counted_ = false;
+        explicit Query(Gate &gate) : Single(gate, gate.queries_, gate.transfers_) {}
     };
     class Control {  // around whatever else holds a link's lock
       public:
@@ -56,16 +60,14 @@ class Gate {
     };
 
   private:
-    template <class Busy>
-    void wait(Busy busy);
+    void wait(Kind *others);
     bool try_sweep();
 
     bool needed_ = false;
     Mutex lock_;
     Condition changed_;
-    uint32_t transfers_ = 0, queries_ = 0, controls_ = 0, waiting_ = 0;
-    uint32_t stuck_ = 0;         // transfers that are written off
-    uint64_t stuck_before_ = 0;  // they began before this
+    Kind transfers_, queries_;
+    uint32_t controls_ = 0, waiting_ = 0;
     bool sweeping_ = false;
 };
 

@@ -6,7 +6,7 @@
 //   crew           threads, strands, the watchdog;  gate: which calls exclude each other
 //   instance       one engine: its life, its context, statistics;  about: what people may want to know of it
 //   memory         mem_*: registered here, imported from peers; letting go of them
-//   route          the way to one remote engine: connecting, cycling, failing
+//   route          the way to one remote engine: connecting, cycling, failing;  sockets: ending calls that wait for it
 //   flight         requests of a route: submitting, asking, finishing
 //   link           link_*: one peer's use of a route; cards, messages, stop, fence, poll
 //   notes          numbered records in frames;  courier: sending and fetching them

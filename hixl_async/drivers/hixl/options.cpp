@@ -314,6 +314,8 @@ std::string Options::given(const std::string &key) const {
     return "";
 }
 
+bool Options::auto_connect() const { return given("AutoConnect") == "1"; }
+
 int Options::parse(const hxa_option *options, size_t n, std::string &error) {
     if (cpus() < 2) spin_us = 0;  // whoever spins keeps the others from what it waits for
     for (size_t i = 0; i < n; i++) {

@@ -39,6 +39,7 @@ struct Options {
     uint32_t threads = 64;                    // most
     std::map<std::string, std::string> hixl;  // for Initialize, by HIXL's own keys
 
+    bool auto_connect() const;  // HIXL connects, and cuts what failed, by itself
     // 0, or -HXA_E_INVALID with the reason in `error`.
     int parse(const hxa_option *options, size_t n, std::string &error);
     // The engine that HIXL makes on a kind of NPU, as AscendCL names it.

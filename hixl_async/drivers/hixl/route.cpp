@@ -12,6 +12,7 @@ namespace {
 constexpr uint32_t JOIN_REFUSALS = 3;     // tries of a link that was never up
 constexpr uint32_t REFUSALS = 5;          // tries of one that was
 constexpr uint64_t PATIENCE = SECOND;     // of a stop or fence, where others use the connection too
+constexpr uint64_t UNWANTED = SECOND;     // a call about a connection that nobody wants may take as long as this
 constexpr int32_t GONE_TIMEOUT_MS = 200;  // of Disconnect from a process that is dead
 
 uint64_t pause_after(uint32_t refusals) {
@@ -77,7 +78,9 @@ Route::Route(hxa_instance &self, std::string name)
     : Strand(self.crew),
       id(std::move(name)),
       self_(self),
-      remote_(self.library.text(id)) {}
+      remote_(self.library.text(id)),
+      auto_connect_(self.options.auto_connect()),
+      sockets_(id) {}
 
 void Route::open() {
     // The control strand may outlive us in the crew's queue.
@@ -154,11 +157,9 @@ void Route::reap(hxa_op *op) {
 }
 
 void Route::abandon(hxa_op *op) {
-    unheard_++;
-    // Our strand may be inside the very call that does not come back; Disconnect is the only thing that may end it.
-    if (stuck_ != 0) control_->post([this] { disconnect_call(); });
+    // If our strand is inside the very call that does not come back, this waits for it, and so does the memory:
+    // Disconnect would wait for the same lock, on one back-end with that of all links in its hands.
     post([this, op] {
-        unheard_--;
         const Outcome outcome = {HXA_E_TIMEOUT, 0, HXA_SCOPE_OP};
         // The address may be another op's by now, which nobody has abandoned.
         const auto meant = [op](const hxa_op *other) { return other == op && (job_of(op).claim & ABANDONED) != 0; };
@@ -205,13 +206,10 @@ void Route::report(const char *call, uint64_t ns, bool over) {
 }
 
 void Route::stuck(const char *call, uint64_t ns) {
-    stuck_ = 1;
     report(call, ns, false);
-    if (unheard_ != 0) control_->post([this] { disconnect_call(); });
 }
 
 void Route::moving(const char *call, uint64_t ns) {
-    stuck_ = 0;
     report(call, ns, true);
 }
 
@@ -267,7 +265,8 @@ void Route::drive(uint64_t now, uint64_t &next) {
         if (flights_ == 0 && (cycle_ || !wanted())) part();
         return;
     }
-    if (phase_ != Phase::DOWN || ended_) return;
+    if (phase_ != Phase::DOWN) return hurry(now, next);
+    if (ended_) return;
     if (wanted()) {
         if (now >= connect_at_) join();
         else next = std::min(next, connect_at_);
@@ -281,6 +280,27 @@ void Route::drive(uint64_t now, uint64_t &next) {
         ended_ = true;
         self_.routes.erase(known);  // whoever runs us holds another reference
     }
+}
+
+// Of a call that has had its time, and some more, what it reads from is shut.  Connect may rightly take its time twice,
+// for the other engine does its part after ours.
+void Route::hurry(uint64_t now, uint64_t &next) {
+    uint64_t since = 0;
+    const char *call = sockets_.call(since);
+    const uint64_t patience = static_cast<uint64_t>(self_.options.connect_timeout_ms) * MS;
+    const uint64_t most = wanted() ? (phase_ == Phase::JOINING ? 2 * patience + SECOND : patience)
+                                   : std::min(patience, UNWANTED);
+    if (call == nullptr) since = now;
+    const uint64_t at = std::max(since + most, hurry_at_);
+    if (call == nullptr || now < at) {
+        next = std::min(next, at);
+        return;
+    }
+    hurry_at_ = now + SECOND;
+    next = std::min(next, hurry_at_);
+    if (sockets_.shut() != 0)
+        self_.log(nullptr, text("hixl: %s: no answer to %s in %.1f s; its socket was shut", id.c_str(), call,
+                                static_cast<double>(now - since) / 1e9));
 }
 
 // ---- connecting -----------------------------------------------------------------------------------------------------
@@ -317,6 +337,7 @@ uint32_t Route::connect_call() {
     Gate::Control control(self_.gate);
     Call call(self_, "Connect");
     if (!call.allowed) return abi::FAILED;
+    Sockets::Watch watch(sockets_, "Connect");
     const int32_t timeout = self_.options.connect_timeout_ms;
     return by_async() ? connect_async(timeout) : self_.library.connect(&self_.hixl, remote_, timeout);
 }
@@ -326,6 +347,7 @@ void Route::disconnect_call() {
     Gate::Control control(self_.gate);
     Call call(self_, "Disconnect");
     if (!call.allowed) return;
+    Sockets::Watch watch(sockets_, "Disconnect");
     const int32_t timeout = gone_ != 0 ? GONE_TIMEOUT_MS : self_.options.connect_timeout_ms;
     if (by_async()) disconnect_async(timeout);
     else self_.library.disconnect(&self_.hixl, remote_, timeout);
@@ -434,7 +456,8 @@ void Route::cut(const Outcome &outcome) {
     broken_ = false;
     if (cutting_ || phase_ != Phase::UP) return;
     cutting_ = true;
-    if (self_.batch != 0) ask();  // some had finished before, and there are still answers about them
+    // Some had finished before, and there are still answers about them, unless HIXL has cut the connection itself.
+    if (self_.batch != 0 && !auto_connect_) ask();
     broken_ = false;
     for (Flight *flight = first_; flight != nullptr;) {
         Flight *following = flight->next;

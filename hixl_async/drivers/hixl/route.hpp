@@ -1,6 +1,7 @@
 #pragma once
 
 #include "hixl.hpp"
+#include "sockets.hpp"
 
 namespace hx {
 
@@ -42,6 +43,7 @@ class Route : public Strand {
     void part();
     void parted();
     void cut(const Outcome &outcome);  // a hard cycle: what is in flight fails, then connect again
+    void hurry(uint64_t now, uint64_t &next);
     void report(const char *call, uint64_t ns, bool over);
     void give_up(const Outcome &outcome);
     bool wanted() const;
@@ -89,16 +91,16 @@ class Route : public Strand {
 
     hxa_instance &self_;
     const abi::Text remote_;
+    const bool auto_connect_;  // HIXL drops requests by itself
     std::shared_ptr<Calls> control_;
     std::atomic<hxa_op *> inbox_{nullptr};
     std::atomic<Flight *> answers_{nullptr};
     std::atomic<uint32_t> idle_{1};
     std::atomic<uint32_t> up_{0};         // notifications may go by HIXL
     std::atomic<uint32_t> attaching_{0};  // links on their way to the strand
-    std::atomic<uint32_t> stuck_{0};      // the strand is in one call for long
     std::atomic<uint32_t> gone_{0};       // nobody is at the other end any more
-    std::atomic<uint32_t> unheard_{0};    // ops abandoned, which the strand has not seen yet
     std::atomic<uint64_t> known_{0};      // memories of the remote engine that we have heard of
+    Sockets sockets_;
 
     // The strand's.
     Phase phase_ = Phase::DOWN;
@@ -117,7 +119,7 @@ class Route : public Strand {
     uint64_t visible_local_ = 0, visible_remote_ = 0;
     uint64_t moved_ = 0;  // last progress
     uint64_t retry_at_ = 0, busy_since_ = 0, busy_ns_ = 0;
-    uint64_t connect_at_ = 0;
+    uint64_t connect_at_ = 0, hurry_at_ = 0, swept_ = 0;
     uint32_t refusals_ = 0, bounces_ = 0;
     std::vector<abi::TransferOpDesc> descs_;
     std::vector<abi::TransferResult> results_;

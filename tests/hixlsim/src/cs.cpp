@@ -189,6 +189,7 @@ class Cs : public Engine {
             return disconnect_on_error(link->remote, answer);
         }
         if (status != TransferStatus::WAITING) {
+            linger();
             erase(req);  // by now the address may be another request's
         }
         return SUCCESS;
@@ -214,6 +215,7 @@ class Cs : public Engine {
                 }
             }
             if (result.status != TransferStatus::WAITING) {
+                linger();
                 erase(known.req);
             }
             if (result.status != TransferStatus::WAITING || !skip_waiting) {
@@ -607,6 +609,14 @@ class Cs : public Engine {
             return latch(link, TIMEOUT);
         }
         return link.stream->state_of(*request) == State::done ? SUCCESS : latch(link, FAILED);
+    }
+
+    // Between the two steps by which a request is forgotten.
+    static void linger() {
+        const int us = settings().forget_us;
+        if (us > 0) {
+            std::this_thread::sleep_for(std::chrono::microseconds(us));
+        }
     }
 
     void erase_locked(void *req) {

@@ -144,7 +144,8 @@ bool set(const std::string &name, const std::string &value) {
     const std::map<std::string, std::atomic<bool> *> flags = {
         {"STRICT", &s.strict}, {"LOG", &s.log}, {"AICPU", &s.aicpu}, {"RELAY", &s.relay_bytes}, {"REFUSE_SAME_DEVICE", &s.refuse_same_device}};
     const std::map<std::string, std::atomic<int> *> times = {
-        {"HEARTBEAT_MS", &s.heartbeat_ms}, {"SILENCE_MS", &s.silence_ms}, {"COMM_PATIENCE_MS", &s.comm_patience_ms}};
+        {"HEARTBEAT_MS", &s.heartbeat_ms}, {"SILENCE_MS", &s.silence_ms}, {"COMM_PATIENCE_MS", &s.comm_patience_ms},
+        {"FORGET_US", &s.forget_us}};
     if (name == "LATENCY_US") {
         s.latency_ns = static_cast<uint64_t>(n * 1000);
     } else if (name == "JITTER_US") {
@@ -168,7 +169,7 @@ void read_environment() {
     static std::once_flag once;
     std::call_once(once, [] {
         for (const char *name : {"LATENCY_US", "JITTER_US", "GBPS", "ORDER", "SEED", "STRICT", "LOG", "AICPU", "RELAY",
-                                 "REFUSE_SAME_DEVICE", "HEARTBEAT_MS", "SILENCE_MS", "COMM_PATIENCE_MS", "FAULTS"}) {
+                                 "REFUSE_SAME_DEVICE", "HEARTBEAT_MS", "SILENCE_MS", "COMM_PATIENCE_MS", "FORGET_US", "FAULTS"}) {
             const std::string value = environment(name);
             if (!value.empty() && !set(name, value)) {
                 die("HIXLSIM_%s=%s makes no sense", name, value.c_str());

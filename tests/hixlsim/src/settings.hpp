@@ -45,6 +45,7 @@ struct Settings {
     std::atomic<int> heartbeat_ms{10000};
     std::atomic<int> silence_ms{120000};
     std::atomic<int> comm_patience_ms{0};
+    std::atomic<int> forget_us{0};
 };
 
 Settings &settings();
