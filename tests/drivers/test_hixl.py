@@ -6,6 +6,7 @@ What it must do as any driver is test_conformance.py with ``--driver=hixl:comm``
 from __future__ import annotations
 
 import ctypes as c
+import importlib
 import os
 import random
 import re
@@ -28,7 +29,7 @@ SOURCES = ROOT / "hixl_async" / "drivers" / "hixl"
 MIB = 1 << 20
 BACKENDS = ("comm", "cs", "fab")
 QUIET = {"LATENCY_US": 0, "JITTER_US": 0, "GBPS": 0, "ORDER": "fifo", "FAULTS": "", "SEED": 1, "STRICT": 0, "RELAY": 0,
-         "FORGET_US": 0, "HEARTBEAT_MS": 10_000}  # fmt: skip
+         "FORGET_US": 0, "HEARTBEAT_MS": 10_000, "SILENCE_MS": 120_000}  # fmt: skip
 
 
 class Sim:
@@ -218,6 +219,13 @@ def test_symbols_are_those_of_the_table() -> None:
     metadef = c.CDLL(str(hixlsim() / "lib64" / "libmetadef.so"))
     assert texts == {"_ZN2ge12AscendStringC1EPKcm", "_ZNK2ge12AscendString9GetStringEv"}
     assert all(hasattr(metadef, name) for name in texts)
+
+
+def test_transfer_sync_cannot_be_called() -> None:
+    """It would hold the link's lock, on one back-end everybody's, until it is done; nothing of HIXL is reached but by name."""
+    code = Path(importlib.import_module("hixl_async.drivers._hixl").__file__).read_bytes()
+    assert b"13TransferAsyncERKN2ge" in code
+    assert b"TransferSync" not in code
 
 
 @pytest.mark.parametrize("abi", [0, 1])
@@ -791,6 +799,47 @@ def test_a_link_that_cannot_be_made_again_is_down(world: World, sim: Sim) -> Non
     with pytest.raises(vt.DriverError) as caught:
         world.write(0, 0, 8)
     assert caught.value.status == vt.LINK
+
+
+def test_heartbeats_keep_links_and_silence_costs_none(opened: Maker, sim: Sim, backend: str) -> None:
+    """COMM's server drops a client that said nothing for two minutes; who was only stopped goes on all the same."""
+    sim.set(HEARTBEAT_MS=10, SILENCE_MS=60000)
+    world = opened.world(notify_timeout_ms=50)
+    sent = 0
+
+    def one() -> None:
+        nonlocal sent
+        sent += 1
+        world.left.submit(WRITE, [(world.here, 0, world.remote, 0, 4096)], note=(b"n", b"%d" % sent)).ok(
+            world.left, world.right
+        )
+
+    one()
+    sim.set(SILENCE_MS=0)
+    if backend == "comm":
+        while not logs(world, "control connection"):
+            one()
+            world.right.poll()
+    sim.set(SILENCE_MS=60000)
+    for _ in range(20):
+        one()
+    wait(lambda: len(world.right.notes()) == sent, world)
+    assert [int(text) for _, text in world.right.notes()] == list(range(1, sent + 1))
+    assert world.left.down is None
+    assert world.right.down is None
+
+
+@only("comm", "fab")
+def test_a_link_that_a_heartbeat_took_down(opened: Maker, sim: Sim) -> None:
+    """With AutoConnect HIXL lets go of a dead peer by itself."""
+    sim.set(HEARTBEAT_MS=10)
+    world = opened.world(AutoConnect="1")
+    assert sim.count("links") >= 1
+    world.right.stop().wait(world.left, world.right)
+    world.right.free()
+    world.right.instance.close()
+    world.left.instance.until(lambda: sim.count("links") == 0, world.left)
+    assert world.left.stop().wait(world.left) == vt.OK
 
 
 def test_nobody_listens(opened: Maker) -> None:
