@@ -1321,6 +1321,25 @@ def test_notifications_outlive_a_new_connection(world: World) -> None:
     assert [int(text) for _, text in world.right.notes()] == list(range(50))
 
 
+@only("comm")
+def test_what_a_disconnect_took_along_is_sent_again_unasked(opened: Maker, sim: Sim) -> None:
+    """The peer would miss it at last, and ask; but that takes it a second."""
+    left, right = vt.join(opened(), opened(notes_poll_ms=1000))  # which fetches nothing before the connection is cut
+    world = warm(World(left, right))
+    said, carry = [], right.carry
+    right.carry = lambda data: (said.append(data), carry(data))
+    notifies = sim.count("notifies")
+    for i in range(20):
+        left.note(b"n", b"%d" % i).ok(left)
+    assert sim.count("notifies") > notifies
+    assert not right.notes()
+    there = right.instance.alloc(4096)  # a new connection sees it, the old one does not
+    left.submit(WRITE, [(world.here, 0, left.imported(there), 0, 4096)]).ok(left)
+    wait(lambda: len(right.notes()) == 20, world)
+    assert [int(text) for _, text in right.notes()] == list(range(20))
+    assert not [data for data in said if data[0] == 3], "the peer had to ask"
+
+
 def test_signals_wake_in_both_ways(opened: Maker) -> None:
     for via in ("hixl", "control"):
         world = opened.world(notify_via=via)
