@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import Engine, Peer, __version__, drivers, probes
-from .errors import AuthenticationError, HixlError, NoRouteError, ProtocolError, UsageError
+from .errors import AuthenticationError, HixlError, InvalidArgumentError, NoRouteError, ProtocolError, UsageError
 from .types import Access, DriverInfo
 
 __all__ = ["main"]
@@ -105,9 +105,35 @@ def _parser() -> argparse.ArgumentParser:
     ping.set_defaults(run=_ping)
 
     for command in (info, ping):
+        command.add_argument(
+            "--option",
+            metavar="DRIVER.KEY=VALUE",
+            action="append",
+            type=_option,
+            default=[],
+            help="an option of a driver, such as hixl.hixl_ip=10.0.0.5; may be repeated",
+        )
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
+
+
+def _option(text: str) -> tuple[str, str, str]:
+    driver, _, rest = text.partition(".")
+    key, equals, value = rest.partition("=")
+    if not driver or not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} does not look like DRIVER.KEY=VALUE")
+    return driver, key, value
+
+
+def _settings(options: argparse.Namespace, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The options of each driver."""
+    settings: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for driver, key, value in options.option:
+        if driver not in settings:
+            raise InvalidArgumentError(f"--option {driver}.{key}: the drivers are {', '.join(names)}")
+        settings[driver][key] = value
+    return settings
 
 
 def _number(least: int, most: int) -> Callable[[str], int]:
@@ -132,10 +158,11 @@ def _seconds(text: str) -> float:
 
 
 def _info(options: argparse.Namespace) -> int:
-    return 0 if asyncio.run(_show_info(options.json)) else FAILED
+    settings = _settings(options, drivers.names())
+    return 0 if asyncio.run(_show_info(options.json, settings)) else FAILED
 
 
-async def _show_info(as_json: bool) -> bool:
+async def _show_info(as_json: bool, settings: dict[str, dict[str, Any]]) -> bool:
     """Answers whether any driver can be used here."""
     facts = {
         "hixl_async": __version__,
@@ -144,7 +171,7 @@ async def _show_info(as_json: bool) -> bool:
         "uvloop": _installed("uvloop"),
         "kernel": f"{platform.system()} {platform.release()}",
     }
-    known = [await _examine(driver) for driver in drivers.available()]
+    known = [await _examine(driver, settings.get(driver.name, {})) for driver in drivers.available()]
     findings = probes.findings()
     usable = any(driver.problem is None and not _wraps(driver) for driver, _, _ in known)
     if as_json:
@@ -173,11 +200,11 @@ class _Examined(NamedTuple):
     facts: dict[str, str]
 
 
-async def _examine(driver: DriverInfo) -> _Examined:
+async def _examine(driver: DriverInfo, settings: dict[str, Any]) -> _Examined:
     """What a driver says of itself once it is open, or why it cannot be opened here."""
     if driver.problem is not None or _wraps(driver):
         return _Examined(driver, {}, {})
-    engine = Engine(drivers=[driver.name])
+    engine = Engine(drivers={driver.name: settings})
     limits: dict[str, int] = {}
     try:
         async with engine:
@@ -214,8 +241,14 @@ def _table(rows: Iterable[tuple[str, object]]) -> None:
 
 def _ping(options: argparse.Namespace) -> int:
     secret = _read_secret(options.secret_file) if options.secret_file is not None else None
-    asyncio.run(_measure(options, secret))
+    asyncio.run(_measure(options, secret, _drivers(options)))
     return 0
+
+
+def _drivers(options: argparse.Namespace) -> dict[str, dict[str, Any]] | None:
+    """Those that were named, be it by an option of theirs."""
+    names = options.driver or list(dict.fromkeys(driver for driver, _, _ in options.option))
+    return _settings(options, names) if names else None
 
 
 def _read_secret(path: str) -> bytes:
@@ -225,12 +258,12 @@ def _read_secret(path: str) -> bytes:
         return file.read().rstrip(b"\r\n")
 
 
-async def _measure(options: argparse.Namespace, secret: bytes | None) -> None:
+async def _measure(options: argparse.Namespace, secret: bytes | None, chosen: dict[str, dict[str, Any]] | None) -> None:
     async with Engine(
         name=f"hixl-async ping {os.getpid()}",
         domain=options.domain,
         secret=secret,
-        drivers=options.driver,
+        drivers=chosen,
         connect_timeout=options.timeout,
         close_timeout=options.timeout,
     ) as engine:

@@ -170,6 +170,16 @@ def test_info_shows_the_library_although_it_cannot_be_started() -> None:
     assert "listens at" not in driver["facts"]
 
 
+def test_info_with_options_of_a_driver() -> None:
+    arguments = ("--option", "hixl.LocalCommRes=" + '{"version": "1.3"}', "--option", "hixl.hixl_ip=127.0.0.2")
+    result = hixl("info", *arguments, env={"ASCEND_HOME_PATH": str(build())})
+    assert "back-end: cs, by LocalCommRes" in result.stdout
+    assert "listens at: 127.0.0.2:" in result.stdout
+    failed(hixl("info", "--option", "hixxl.device=1"), 2, "--option hixxl.device", "hixl, shm")
+    for text in ("hixl", "hixl=1", "hixl.device", ".device=1", "hixl.=1"):
+        assert "does not look like DRIVER.KEY=VALUE" in hixl("info", "--option", text).stderr
+
+
 def test_info_fails_where_no_driver_can_be_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,6 +255,12 @@ def test_ping_over_another_driver(serve: Callable[..., Server], monkeypatch: pyt
     assert facts["write"]["count"] == 10
     assert server.memory("hixl.scratch") == bytes(64)
     failed(hixl("ping", server.address), 3, "no driver reaches")
+    facts = json.loads(hixl("ping", server.address, "--json", "--option", "hixl.hixl_ip=127.0.0.2").stdout)
+    assert facts["drivers"] == ["hixl"]
+    failed(
+        hixl("ping", server.address, "--option", "hixl.hixl_ip=192.0.2.1"), 1, "hixl_ip=192.0.2.1", "no such address"
+    )
+    failed(hixl("ping", server.address, "--driver", "shm", "--option", "hixl.device=1"), 2, "the drivers are shm")
 
 
 @pytest.mark.parametrize(
