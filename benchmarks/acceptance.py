@@ -145,10 +145,14 @@ class Run:
             self.facts["library"] = engine.driver_facts()["hixl"]
             if "simulated" in self.facts["library"].get("version", ""):
                 print("THE ACCELERATORS ARE SIMULATED: times mean nothing.")
+            print(f"  back-end: {self.facts['library'].get('back-end')}")
             began = time.perf_counter()
             self.peer = await engine.connect(address)
             self.facts["connect_ms"] = round((time.perf_counter() - began) * 1e3, 1)
             self.engine = engine
+            began = time.perf_counter()
+            await engine.allocate("timed", self.options.total).aclose()
+            self.facts["allocate_host_ms"] = round((time.perf_counter() - began) * 1e3, 1)
             self.ours, self.tensor = regions_of(engine, device, self.options.total, "none")
             await self.peer.request("hixl.ping", {})  # its regions were offered before it could answer
             for here in self.ours:
@@ -270,7 +274,7 @@ def lines(run: Run) -> Iterator[str]:
         rows.setdefault(f"{figure['verb']} {figure['from']} {figure['to']}", {})[figure["block"]] = figure["gb_per_s"]
     for name, cells in rows.items():
         yield f"{name:28}" + "".join(f"{cells.get(block, float('nan')):>12.2f}" for block in BLOCKS)
-    for name in ("connect_ms", "write_4KiB_us", "notify_round_trip_us", "loss_noticed_ms"):
+    for name in ("connect_ms", "allocate_host_ms", "write_4KiB_us", "notify_round_trip_us", "loss_noticed_ms"):
         yield f"{name:28}{run.facts.get(name)}"
 
 

@@ -49,7 +49,12 @@ note python "$PYTHON" -m pip list
 env | grep -E '^(ASCEND|HCCL|HIXL|LD_LIBRARY_PATH)' | sort >"$OUT/environment.txt"
 git rev-parse HEAD >"$OUT/commit.txt" 2>/dev/null || true
 
-step info "$PYTHON" -m hixl_async info || failed=1
+options=() before=
+for word in "$@"; do
+    [ "$before" = --option ] && options+=(--option "hixl.$word")
+    before=$word
+done
+step info "$PYTHON" -m hixl_async info ${options[@]+"${options[@]}"} || failed=1
 step acceptance "$PYTHON" benchmarks/acceptance.py --devices "$DEVICES" --json "$OUT/acceptance.json" "$@" || failed=1
 
 tar -czf "$OUT.tar.gz" "$OUT"

@@ -35,6 +35,9 @@ def test_the_script_passes_and_packs_what_it_found(tmp_path: Path) -> None:
     assert "THE ACCELERATORS ARE SIMULATED" in done.stdout
     report = json.loads((out / "acceptance.json").read_text())
     assert report["facts"]["options"] == ["backend=cs"]
+    assert report["facts"]["library"]["back-end"] == "cs, by backend=cs"
+    assert "back-end: cs, by backend=cs" in (out / "info.txt").read_text()
+    assert report["facts"]["allocate_host_ms"] > 0
     assert set(report["checks"].values()) == {"passed"}
     assert {(figure["verb"], figure["block"]) for figure in report["figures"]} == {
         (verb, block) for verb in ("write", "read") for block in (16 << 10, 128 << 10, 2 << 20)
