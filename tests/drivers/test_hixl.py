@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "hixl_async" / "drivers" / "hixl"
 MIB = 1 << 20
 BACKENDS = ("comm", "cs", "fab")
+LOST = 3  # Word::LOST of hixl.hpp
 QUIET = {"LATENCY_US": 0, "JITTER_US": 0, "GBPS": 0, "ORDER": "fifo", "FAULTS": "", "SEED": 1, "STRICT": 0, "RELAY": 0,
          "FORGET_US": 0, "HEARTBEAT_MS": 10_000, "SILENCE_MS": 120_000}  # fmt: skip
 
@@ -854,8 +855,10 @@ def test_nobody_listens(opened: Maker) -> None:
     assert caught.value.native != 0
 
 
-def test_already_connected_is_normal(opened: Maker, sim: Sim) -> None:
-    sim.set(FAULTS="connect@1=103903")
+@pytest.mark.parametrize("fault", ["connect@1=103903", "connect_late@1"])
+def test_already_connected_is_normal(opened: Maker, sim: Sim, fault: str) -> None:
+    """Once it is nobody's connection, once that of a Connect whose answer came too late."""
+    sim.set(FAULTS=fault)
     world = opened.world()
     world.write(0, 0, 4096).ok(world.left)
     assert world.there.view[:4096] == world.here.view[:4096]
@@ -1172,13 +1175,15 @@ ODD = [b"", b"\0", b"\0" * 20, b"\xff\xfe\x80", "\u00fc\ud7ff".encode(), bytes(r
 def test_any_bytes_survive_in_order(opened: Maker, sim: Sim, via: str) -> None:
     """HIXL takes 1,024 bytes of UTF-8 without NUL, and one back-end ends the process for anything else."""
     world = opened.world(notify_via=via)
-    before = sim.count("notifies")
+    before, carry, said = sim.count("notifies"), world.right.carry, []
+    world.right.carry = lambda data: (said.append(data[0]), carry(data))
     sent = [(topic, text) for topic in (b"t", b"\0\xff", b"long" * 50) for text in ODD]
     ops = [world.left.note(*note) for note in sent]
     wait(lambda: len(world.right.notes()) == len(sent), world)
     assert world.right.notes() == sent
     for op in ops:
         op.ok(world.left)
+    assert LOST not in said, "some came a second time, by the control connection"
     assert (sim.count("notifies") > before) == (via == "hixl")
     assert len(logs(world, "go by the control connection")) == (via == "hixl"), "said once"
 
@@ -1197,10 +1202,13 @@ def test_a_queue_never_overflows(opened: Maker, sim: Sim) -> None:
     """Many senders, a receiver that takes nothing: what it has no room for stays with the sender."""
     b = opened()
     pairs = [vt.join(opened(pending_notes=5000), b) for _ in range(6)]
-    n = 900
+    n, before = 900, sim.count("notifies")
     for left, _ in pairs:
         for i in range(n):
             left.note(b"n", b"%d %s" % (i, b"x" * 700))
+    for left, _ in pairs:
+        left.instance.until(lambda: left.instance.stats().notes_sent >= 256, left)  # noqa: B023
+    assert sim.count("notifies") - before <= 6 * 256, "sent although nobody had said that there was room"
     for left, right in pairs:
         left.instance.until(lambda: len(right.notes()) == n, left, right)  # noqa: B023
         assert [int(text.split()[0]) for _, text in right.notes()] == list(range(n))
@@ -1473,6 +1481,18 @@ def test_finalize_meets_no_other_call(opened: Maker, sim: Sim) -> None:
             link.free()
         left.instance.close()
         right.instance.close()
+
+
+@only("cs")
+def test_finalize_waits_for_connections_that_end(opened: Maker, sim: Sim) -> None:
+    """The simulated library ends the process if it does not."""
+    left, right = opened.pair()
+    sim.set(FAULTS="disconnect_stall=0.2")
+    for link in (left, right):
+        link.stop().wait(left, right)
+        link.free()
+    left.instance.close()
+    right.instance.close()
 
 
 def test_threads_have_a_context(opened: Maker, sim: Sim) -> None:

@@ -114,6 +114,12 @@ class Call {
 
 std::string text(const AscendString &string) { return string.GetString(); }
 
+// The answer may come too late for the caller, about a link that is there.
+Status connect(sim::Engine &engine, const std::string &remote, int timeout_ms) {
+    const Status status = engine.connect(remote, timeout_ms);
+    return status != SUCCESS ? status : sim::failure(sim::Point::connect_late, TIMEOUT);
+}
+
 }  // namespace
 
 #define ENTER(name)                           \
@@ -196,7 +202,7 @@ Status Hixl::DeregisterMem(MemHandle mem_handle) {
 
 Status Hixl::Connect(const AscendString &remote_engine, int32_t timeout_in_millis) {
     ENTER("Connect");
-    return timeout_in_millis <= 0 ? PARAM_INVALID : engine->connect(text(remote_engine), timeout_in_millis);
+    return timeout_in_millis <= 0 ? PARAM_INVALID : connect(*engine, text(remote_engine), timeout_in_millis);
 }
 
 Status Hixl::Disconnect(const AscendString &remote_engine, int32_t timeout_in_millis) {
@@ -211,7 +217,7 @@ Status Hixl::ConnectAsync(const AscendString &remote_engine, int32_t timeout_in_
     }
     const std::string remote = text(remote_engine);
     return impl_->pool->submit(remote, true, [engine, remote, timeout_in_millis] {
-        const Status status = engine->connect(remote, timeout_in_millis);  // the code is lost, but not that there was one
+        const Status status = connect(*engine, remote, timeout_in_millis);  // the code is lost, but not that there was one
         return status == SUCCESS || status == ALREADY_CONNECTED ? AsyncConnectStatus::CONNECTED : AsyncConnectStatus::CONNECT_FAILED;
     });
 }

@@ -15,6 +15,7 @@ enum class Point {
     register_,
     connect,
     connect_stall,
+    connect_late,
     disconnect,
     disconnect_stall,
     submit,
