@@ -365,6 +365,17 @@ def test_the_back_end_is_the_one_that_hixl_makes(
         instance.close()
 
 
+@pytest.mark.parametrize(("asked", "made"), [("comm", "cs"), ("cs", "comm")])
+def test_the_library_has_the_last_word(sim: Sim, monkeypatch: pytest.MonkeyPatch, asked: str, made: str) -> None:
+    """It may choose otherwise in another version; whether it answers the batch query tells."""
+    monkeypatch.setenv("HIXLSIM_BACKEND", made)
+    with vt.no_leaks():
+        instance = vt.Instance(vt.load("hixl"), {"library": str(sim.root), "backend": asked})
+        instance.start()
+        assert facts(instance)["back-end"] == f"{made}, by HIXL, whatever backend={asked} says"
+        instance.close()
+
+
 @pytest.mark.parametrize(("version", "backend"), [("1.3", "cs"), ("1.0", "comm")])
 def test_a_local_comm_res_in_a_file_chooses_too(sim: Sim, tmp_path: Path, version: str, backend: str) -> None:
     file = tmp_path / "r\xe9sources"
@@ -985,6 +996,16 @@ def test_memory_that_comes_after_the_connection(world: World, sim: Sim) -> None:
     assert there.view == here.view
 
 
+@pytest.mark.parametrize("whose", ["ours", "theirs", "that of a signal"])
+def test_memory_that_comes_late_on_one_side(world: World, whose: str) -> None:
+    here = world.left.instance.alloc(8192) if whose == "ours" else world.here
+    remote = world.remote if whose == "ours" else world.left.imported(world.right.instance.alloc(8192))
+    if whose == "that of a signal":
+        world.left.submit(signal=(remote, 8, 1)).ok(world.left)
+    else:
+        world.left.submit(WRITE, [(here, 0, remote, 0, 8192)]).ok(world.left)
+
+
 def test_memory_is_registered_once_each(world: World, sim: Sim) -> None:
     """The same range twice is one handle to HIXL: letting go of one must not end the other."""
     buffer = (c.c_uint8 * 8192)()
@@ -1049,10 +1070,15 @@ def test_work_waits_for_its_memory(opened: Maker, sim: Sim) -> None:
     buffer = (c.c_uint8 * 65536)()
     vt.fill(memoryview(buffer).cast("B"), 8)
     instance, handle = world.left.instance, c.c_void_p()
+    sim.set(FAULTS="register_stall@1=20")
     assert instance.vt.mem_register(instance.handle, c.addressof(buffer), 65536, vt.HOST, 3, c.byref(handle)) == 0
     memory = vt.Memory(instance, handle.value, 65536, c.addressof(buffer), keep=buffer)
     instance.memories.add(memory)
-    world.left.submit(WRITE, [(memory, 0, world.remote, 0, 65536)]).ok(world.left)
+    op = world.left.submit(WRITE, [(memory, 0, world.remote, 0, 65536)])
+    world.write(0, 0, 8).ok(world.left)
+    assert not op.released
+    sim.set(FAULTS="")
+    op.ok(world.left)
     assert world.there.view[:65536] == memoryview(buffer).cast("B")
 
 

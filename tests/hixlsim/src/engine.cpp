@@ -145,6 +145,7 @@ Status Engine::register_mem(const hixl::MemDesc &mem, hixl::MemType type, hixl::
     if (mem.addr > UINTPTR_MAX - mem.len) {
         return PARAM_INVALID;
     }
+    stall(Point::register_stall);
     const Status injected = failure(Point::register_);
     if (injected != SUCCESS) {
         return injected;

@@ -36,6 +36,7 @@ class Hixl::HixlImpl {
     std::atomic<int> calls{0};
     std::atomic<const char *> latest{""};
     std::atomic<bool> closing{false};
+    std::atomic<void *> context{nullptr};  // of the thread that called Initialize
 
     void close() {
         if (engine != nullptr) {
@@ -43,6 +44,7 @@ class Hixl::HixlImpl {
             engine->finalize();
             engine.reset();
             pool.reset();
+            context = nullptr;
         }
     }
 };
@@ -105,6 +107,10 @@ class Call {
             die("%s is called while Finalize runs", name);
         }
         impl_.latest = name;
+        void *current = nullptr;
+        if (sim::settings().strict && impl_.context != nullptr && (aclrtGetCurrentContext(&current) != 0 || current != impl_.context)) {
+            die("%s is called by a thread without the context of Initialize", name);
+        }
     }
     ~Call() { impl_.calls.fetch_sub(1); }
 
@@ -164,6 +170,7 @@ Status Hixl::Initialize(const AscendString &local_engine, const std::map<AscendS
         forget(impl_->engine.get());
         impl_->close();
     }
+    impl_->context = context;
     remember(made.get());
     impl_->pool = std::make_unique<sim::ConnectPool>(made->options().connect_threads, made->options().connect_queue, context);
     impl_->engine = std::move(made);

@@ -13,7 +13,7 @@
 namespace sim {
 namespace {
 
-const char *const point_names[] = {"init", "register", "connect", "connect_stall", "connect_late", "disconnect", "disconnect_stall", "submit",
+const char *const point_names[] = {"init", "register", "register_stall", "connect", "connect_stall", "connect_late", "disconnect", "disconnect_stall", "submit",
                                    "stall", "exhausted", "transfer", "hang", "query", "notify", "ack_delay", "ack_lost"};
 const char *const count_names[] = {"submitted", "executed", "bytes", "completed", "failed", "aborted", "live_requests", "links",
                                    "regions", "notifies", "queries", "batches", "stale"};

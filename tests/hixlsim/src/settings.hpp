@@ -13,6 +13,7 @@ namespace sim {
 enum class Point {
     init,
     register_,
+    register_stall,
     connect,
     connect_stall,
     connect_late,
