@@ -1479,6 +1479,26 @@ def test_a_card_of_another_make(opened: Maker, what: str) -> None:
     assert caught.value.status == vt.PROTOCOL
 
 
+@pytest.mark.parametrize("what", ["shorter", "longer", "magic", "version", "token", "number", "kind", "end"])
+@only("comm")
+def test_a_card_of_memory_of_another_make(world: World, what: str) -> None:
+    card = world.there.export(MAY_READ)
+    fields = list(struct.unpack("=IIQQQQII", bytes(card.data[: card.len])))
+    assert fields[3:5] == [world.there.address, world.size]
+    changes = {
+        "magic": (0, 1), "version": (1, 99), "token": (2, 1), "number": (5, 0), "kind": (6, 2), "end": (4, (1 << 64) - 1)
+    }  # fmt: skip
+    if what in changes:
+        at, value = changes[what]
+        fields[at] = value
+        card.data[: card.len] = struct.pack("=IIQQQQII", *fields)
+    else:
+        card.len += -8 if what == "shorter" else 8
+    with pytest.raises(vt.DriverError) as caught:
+        world.left.load(card, 4096, MAY_READ)
+    assert caught.value.status == vt.PROTOCOL
+
+
 @pytest.mark.parametrize(("ours", "theirs"), [("comm", "cs"), ("cs", "fab"), ("fab", "comm")])
 def test_peers_of_different_back_ends(sim: Sim, ours: str, theirs: str) -> None:
     """HIXL is not asked: what it answers says nothing of the reason, and may take as long as a connect may."""
