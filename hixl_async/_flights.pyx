@@ -267,7 +267,7 @@ cdef class Flights(Hub):
         cdef int64_t limit = 0
         if self.draining or self.finished:
             return 0
-        self.draining = direct
+        self.draining, self.direct = True, direct
         self.drain_scheduled = False
         try:
             hxa_mailbox_awake(self.box)
@@ -295,7 +295,7 @@ cdef class Flights(Hub):
                     if limit == 0:
                         limit = hxa_now() + DRAIN_NANOSECONDS
         finally:
-            self.draining = False
+            self.draining = self.direct = False
             if not hxa_mailbox_asleep(self.box) and not self.drain_scheduled and not self.finished:
                 # Capped, or an exception such as KeyboardInterrupt passed through a resumed task: the rest must not wait.
                 self.drain_scheduled = True

@@ -25,7 +25,8 @@ cdef class Hub:
     cdef object call_soon             # loop.call_soon, bound once
     cdef unsigned long thread         # ident of the loop's thread
     cdef bint finished                # the end: memory is released by whoever drops it last
-    cdef bint draining                # inside drain(), where no task is current: waiting tasks may be resumed directly (C4)
+    cdef bint draining                # inside drain()
+    cdef bint direct                  # no task is current there: one that waits may be resumed directly (C4)
     cdef int burst                    # the most that one pass of the loop takes: completions; notifications of a link
     cdef int credit                   # finished work that may still be awaited without a trip through the loop (C8)
     cdef tuple drivers                # Driver, in order of preference; a tuple, for the collector empties lists

@@ -294,14 +294,20 @@ cdef class Transfer:
         self.callback = self.context = None
         callbacks, self.callbacks = self.callbacks, None
         # Only a task's own wake-up may run at once: other callbacks may rely on call_soon's order.
-        cdef bint direct = core.draining and isinstance(getattr(callback, "__self__", None), Task)
+        cdef bint direct = core.direct and isinstance(getattr(callback, "__self__", None), Task)
         if callback is not None and not direct:
             core.call_soon(callback, self, context=context)
         for pair in callbacks or ():
             core.call_soon(pair[0], self, context=pair[1])
         # Last, for what the task raises (KeyboardInterrupt, SystemExit) passes through here.
-        if direct and not _resume(callback, context, self):
-            core.call_soon(callback, self, context=context)
+        if direct:
+            core.direct = False  # now one is current; what it cancels or wakes must wait for the loop
+            try:
+                direct = _resume(callback, context, self)
+            finally:
+                core.direct = core.draining
+            if not direct:
+                core.call_soon(callback, self, context=context)
         return 0
 
     cdef bint _stop(self) except -1:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hixl_async import Subscription, Transfer
+from hixl_async import ClosedError, Subscription, Transfer
 
 from .conftest import World, gil_kept
 
@@ -109,6 +109,47 @@ async def test_c4_resumed_directly_from_the_drain(world: World) -> None:
     await waiter
     assert steps == ["waiter", "drained"]
     assert asyncio.current_task() is not waiter
+
+
+@pytest.mark.parametrize("ending", ["task", "transfer", "feed", "drain"])
+async def test_c4_what_a_resumed_task_ends_is_resumed_by_the_loop(world: World, ending: str) -> None:
+    """It runs inside of the drain, but a task is current: itself."""
+    world.plan.hold(count=3)
+    first, second, third = world.write(), world.write(), world.write()
+    feed = world.left.notifications("never")
+    steps: list[str] = []
+
+    async def victim() -> None:
+        try:
+            await (feed.get() if ending == "feed" else second)
+        except (asyncio.CancelledError, ClosedError):
+            pass
+        steps.append("victim")
+
+    async def canceller(other: asyncio.Task[None]) -> None:
+        await first
+        if ending == "task":
+            other.cancel()
+        elif ending == "transfer":
+            second.cancel()
+        elif ending == "feed":
+            feed.close()
+        else:
+            world.plan.release()
+            world.left.drain()
+        steps.append("canceller")
+
+    one = asyncio.create_task(victim())
+    other = asyncio.create_task(canceller(one))
+    await asyncio.sleep(0)
+    world.plan.release(1)
+    asyncio.get_running_loop().call_soon(world.left.drain)
+    async with asyncio.timeout(5):
+        await asyncio.gather(one, other)
+    assert steps == ["canceller", "victim"]
+    world.plan.release()
+    await asyncio.wait([third])
+    feed.close()
 
 
 async def test_c4_callbacks_never_run_inside_the_call_that_ends_it(world: World) -> None:
