@@ -51,7 +51,7 @@ from typing import Any
 
 from rig import table
 from rig.build import BuildError, build
-from rig.command import add_json_choice, add_loop_choice, loops, publish
+from rig.command import add_json_choice, add_loop_choice, cpus, loops, publish, size
 from rig.copies import measure_flight, measure_list, measure_post, measure_range, measure_rate
 from rig.device import measure_device
 from rig.figure import Figure
@@ -74,29 +74,6 @@ PARTS: dict[str, Callable[[Pair, str, Plan], AsyncIterator[Figure]]] = {
     "device": measure_device,
 }
 
-UNITS = {"b": 1, "kib": 1 << 10, "k": 1 << 10, "mib": 1 << 20, "m": 1 << 20, "gib": 1 << 30, "g": 1 << 30}
-
-
-def parse_size(text: str) -> int:
-    """Reads ``"8"``, ``"4KiB"``, ``"128M"``."""
-    digits = text.rstrip("BbKkMmGgIi")
-    try:
-        size = int(digits) * UNITS[text[len(digits) :].lower() or "b"]
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4KiB or 128MiB") from None
-    if size < 1:
-        raise argparse.ArgumentTypeError("a size is at least 1 byte")
-    return size
-
-
-def parse_pin(text: str) -> tuple[int, int]:
-    """Reads ``"0,1"``."""
-    try:
-        here, there = (int(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two CPU numbers such as 0,1") from None
-    return here, there
-
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
@@ -107,8 +84,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="fewer sizes, fewer and shorter blocks")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
     add("--rungs", nargs="+", choices=RUNGS, metavar="RUNG", help=f"of single ranges: {', '.join(RUNGS)}")
-    add("--sizes", nargs="+", type=parse_size, metavar="SIZE", help="of single ranges, such as 8 4KiB 128MiB")
-    add("--pin", type=parse_pin, metavar="A,B", help="a CPU for this process and one for the target, threads and all")
+    add("--sizes", nargs="+", type=size, metavar="SIZE", help="of single ranges, such as 8 4KiB 128MiB")
+    add("--pin", type=cpus, metavar="A,B", help="a CPU for this process and one for the target, threads and all")
     return parser.parse_args(argv)
 
 

@@ -5,10 +5,12 @@
     python benchmarks/report.py                      # about ten minutes
     python benchmarks/report.py --quick              # about two, and rough
     python benchmarks/report.py --from FOLDER        # of reports that are there already
+    python benchmarks/report.py --remarks benchmarks/REMARKS.md
 
 What the benchmarks report as JSON goes to a folder (``--to``, default ``build/benchmarks``), RESULTS.md to this one, and
-the pictures to docs/; ``--out FOLDER`` puts both elsewhere.  REMARKS.md, what people have to say about a run, is taken up
-after the goals.  Peers that are not installed are left out, and RESULTS.md says how to get them.
+the pictures to docs/; ``--out FOLDER`` puts both elsewhere.  Peers that are not installed are left out, and RESULTS.md says
+how to get them.  What people have to say about a run follows the goals where ``--remarks FILE`` gives it: REMARKS.md, here, is
+about the run that the repository's RESULTS.md shows, and true of no other.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import ladder
 import side_by_side
 import streaming
 import sweep
+from rig.command import existing, folder
 from rig.document import document, draw
 
 HERE = Path(__file__).resolve().parent
@@ -45,16 +48,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help=f"of {', '.join(BENCHMARKS)}",
     )
-    add("--from", dest="source", type=Path, metavar="FOLDER", help="runs nothing and reads the JSON there")
-    add("--to", type=Path, default=HERE.parent / "build" / "benchmarks", metavar="FOLDER", help="for the JSON")
-    add("--out", type=Path, metavar="FOLDER", help="for RESULTS.md and the pictures")
-    add(
-        "--remarks",
-        type=Path,
-        default=HERE / "REMARKS.md",
-        metavar="FILE",
-        help="words that follow the goals, if it exists",
-    )
+    add("--from", dest="source", type=existing, metavar="FOLDER", help="runs nothing and reads the JSON there")
+    add("--to", type=folder, default=HERE.parent / "build" / "benchmarks", metavar="FOLDER", help="for the JSON")
+    add("--out", type=folder, metavar="FOLDER", help="for RESULTS.md and the pictures")
+    add("--remarks", type=existing, metavar="FILE", help="what people have to say about this run; follows the goals")
     return parser.parse_args(argv)
 
 
@@ -75,18 +72,18 @@ def run(name: str, folder: Path, quick: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs all; the exit code."""
     options = arguments(argv)
-    folder = options.source or options.to
-    folder.mkdir(parents=True, exist_ok=True)
+    source = options.source or options.to
     if options.source is None:
+        source.mkdir(parents=True, exist_ok=True)
         for name in options.only:
-            run(name, folder, options.quick)
+            run(name, source, options.quick)
     reports = {
-        name: json.loads((folder / f"{name}.json").read_text())
+        name: json.loads((source / f"{name}.json").read_text())
         for name in options.only
-        if (folder / f"{name}.json").exists()
+        if (source / f"{name}.json").exists()
     }
     if not reports:
-        raise SystemExit(f"there are no reports in {folder}")
+        raise SystemExit(f"there are no reports in {source}")
     pictures = (options.out or HERE.parent / "docs").resolve()
     results = (options.out or HERE).resolve() / "RESULTS.md"
     pictures.mkdir(parents=True, exist_ok=True)
@@ -94,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, text in drawn.items():
         (pictures / name).write_text(text)
     renders = {name: module.render for name, module in BENCHMARKS.items()}
-    remarks = options.remarks.read_text() if options.remarks.exists() else ""
+    remarks = options.remarks.read_text() if options.remarks else ""
     where = "" if options.out else "../docs/"
     results.write_text("\n".join(document(reports, renders, [where + name for name in drawn], remarks)) + "\n")
     print(f"{results}, {', '.join(str(pictures / name) for name in drawn)}")

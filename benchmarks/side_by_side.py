@@ -33,7 +33,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from peers import CONTESTANTS
+from peers import CONTESTANTS, Contestant
 from rig.blocks import Pace, Series, estimate, interleave
 from rig.command import add_json_choice, publish
 from rig.machine import heading, preamble
@@ -68,7 +68,16 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--works", nargs="+", choices=WORKS, default=list(WORKS), metavar="WORK", help=f"of {', '.join(WORKS)}")
     add("--only", nargs="+", metavar="WORD", help="contestants whose name begins so, such as hixl NIXL gloo")
     add("--list", action="store_true", help="shows who could take part, and what is not installed")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for word in options.only or ():
+        if not any(begins(one, word) for one in CONTESTANTS):
+            parser.error(f"argument --only: nobody's name begins with {word!r}; --list shows who there is")
+    return options
+
+
+def begins(contestant: Contestant, word: str) -> bool:
+    """Whether `word` is the beginning of its name."""
+    return contestant.name.lower().startswith(word.lower())
 
 
 async def measure(teams: Sequence[Team], work: Work, quick: bool) -> list[Series]:
@@ -100,11 +109,7 @@ def _rest(teams: Sequence[Team], work: Work) -> list[Series]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs all; the exit code."""
     options = arguments(argv)
-    chosen = [
-        one
-        for one in CONTESTANTS
-        if not options.only or one.name.lower().startswith(tuple(map(str.lower, options.only)))
-    ]
+    chosen = [one for one in CONTESTANTS if not options.only or any(begins(one, word) for word in options.only)]
     if options.list:
         for one in CONTESTANTS:
             print(f"{one.name:34} {f'not installed: {one.install}' if one.missing else one.version or 'there'}")

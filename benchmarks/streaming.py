@@ -31,7 +31,7 @@ from typing import Any
 from rig import table
 from rig.blocks import Series
 from rig.carriers import Load, OneSided, one_sided
-from rig.command import add_json_choice, add_loop_choice, loops, publish
+from rig.command import add_json_choice, add_loop_choice, amount, count, loops, publish
 from rig.figure import Figure, compare
 from rig.machine import heading, preamble
 from rig.pair import run_loop
@@ -55,11 +55,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a short prompt, few turns")
     add_loop_choice(parser)
     add("--models", nargs="+", choices=SHAPES, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(SHAPES)}")
-    add("--tokens", type=int, help="of the prompt (4096)")
-    add("--block", type=int, default=16, help="tokens in a block (16)")
-    add("--rate", type=float, default=1e9, help="bytes per second of the link (1e9)")
-    add("--slack", type=float, default=1.25, help="computing a layer takes so many times its transfer (1.25)")
-    add("--turns", type=int, help="requests of each model, one after another (12)")
+    add("--tokens", type=count, help="of the prompt (4096)")
+    add("--block", type=count, default=16, help="tokens in a block (16)")
+    add("--rate", type=amount, default=1e9, help="bytes per second of the link (1e9)")
+    add("--slack", type=amount, default=1.25, help="computing a layer takes so many times its transfer (1.25)")
+    add("--turns", type=count, help="requests of each model, one after another (12)")
     return parser.parse_args(argv)
 
 

@@ -41,7 +41,7 @@ from typing import Any
 
 from rig.blocks import estimate
 from rig.carriers import CARRIERS, Carrier, Load
-from rig.command import add_json_choice, add_loop_choice, loops, publish
+from rig.command import add_json_choice, add_loop_choice, amount, count, loops, publish
 from rig.machine import heading, preamble
 from rig.pair import run_loop
 from rig.prefill import run_requests
@@ -67,13 +67,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help=f"of {', '.join(CARRIERS)}",
     )
-    add("--tokens", nargs="+", type=int, metavar="N", help="of each prompt (512 1024 2048 4096)")
-    add("--requests", nargs="+", type=int, metavar="N", help="at once (1 2 4 8 16 32)")
-    add("--ranks", type=int, default=8, help="tensor parallelism; one rank is measured (8)")
-    add("--block", type=int, default=16, help="tokens in a block (16)")
-    add("--flops", type=float, default=150e12, help="of each rank's device, for 2-byte elements (150e12)")
-    add("--slots", type=int, default=4, help="requests whose blocks are taken at any time (4)")
-    add("--turns", type=int, help="of each case (3)")
+    add("--tokens", nargs="+", type=count, metavar="N", help="of each prompt (512 1024 2048 4096)")
+    add("--requests", nargs="+", type=count, metavar="N", help="at once (1 2 4 8 16 32)")
+    add("--ranks", type=count, default=8, help="tensor parallelism; one rank is measured (8)")
+    add("--block", type=count, default=16, help="tokens in a block (16)")
+    add("--flops", type=amount, default=150e12, help="of each rank's device, for 2-byte elements (150e12)")
+    add("--slots", type=count, default=4, help="requests whose blocks are taken at any time (4)")
+    add("--turns", type=count, help="of each case (3)")
     return parser.parse_args(argv)
 
 
@@ -137,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in options.carriers and find_spec(module) is None:
             report["missing"][name] = install
     carriers = [name for name in options.carriers if name not in report["missing"]]
+    if not carriers:
+        raise SystemExit("there is nothing to measure: " + "; ".join(report["missing"].values()))
     began = time.monotonic()
     cases = []
     for loop in loops(options.loop):

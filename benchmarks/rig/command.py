@@ -1,16 +1,119 @@
-"""What the command lines of all benchmarks share: the choice of event loops, and where a report goes."""
+"""What the command lines of all benchmarks share: kinds of arguments, the choice of event loops, and where a report goes.
+
+What cannot be measured, or written in the end, is refused before anything is measured.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_json_choice", "add_loop_choice", "loops", "publish"]
+__all__ = [
+    *(
+        "add_json_choice",
+        "add_loop_choice",
+        "amount",
+        "count",
+        "cpus",
+        "existing",
+        "file",
+        "folder",
+        "loops",
+        "publish",
+    ),
+    "size",
+]
+
+UNITS = {"b": 1, "kib": 1 << 10, "k": 1 << 10, "mib": 1 << 20, "m": 1 << 20, "gib": 1 << 30, "g": 1 << 30}
+
+
+# ---- kinds of arguments ----------------------------------------------------------------------------------------------
+
+
+def count(text: str) -> int:
+    """Reads a whole number from 1 on."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return number
+
+
+def amount(text: str) -> float:
+    """Reads a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
+
+
+def size(text: str) -> int:
+    """Reads ``"8"``, ``"4KiB"``, ``"128M"``."""
+    digits = text.rstrip("BbKkMmGgIi")
+    try:
+        nbytes = int(digits) * UNITS[text[len(digits) :].lower() or "b"]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4KiB or 128MiB") from None
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError("a size is at least 1 byte")
+    return nbytes
+
+
+def cpus(text: str) -> tuple[int, int]:
+    """Reads ``"0,1"``."""
+    there = os.sched_getaffinity(0)
+    try:
+        left, right = (int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two CPU numbers such as 0,1") from None
+    for cpu in (left, right):
+        if cpu not in there:
+            raise argparse.ArgumentTypeError(f"there is no CPU {cpu} here, only {', '.join(map(str, sorted(there)))}")
+    return left, right
+
+
+def file(text: str) -> str:
+    """A file that can be written, or ``-`` for standard output."""
+    path = Path(text)
+    if text != "-" and (path.is_dir() or not _writable(path if path.exists() else path.parent)):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    return text
+
+
+def folder(text: str) -> Path:
+    """A folder that can be written to, or be made."""
+    path = Path(text).absolute()
+    there = next(one for one in (path, *path.parents) if one.exists())
+    if not there.is_dir() or not _writable(there):
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder that can be written to")
+    return path
+
+
+def existing(text: str) -> Path:
+    """A file or a folder that is there."""
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"there is no {text!r}")
+    return path
+
+
+def _writable(path: Path) -> bool:
+    return os.access(path, os.W_OK)
+
+
+# ---- options and reports ---------------------------------------------------------------------------------------------
 
 
 def add_loop_choice(parser: argparse.ArgumentParser, default: str = "both") -> None:
@@ -22,7 +125,7 @@ def add_loop_choice(parser: argparse.ArgumentParser, default: str = "both") -> N
 def add_json_choice(parser: argparse.ArgumentParser) -> None:
     """Adds ``--json``."""
     text = "write JSON there; - or nothing: standard output"
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
+    parser.add_argument("--json", nargs="?", const="-", type=file, metavar="FILE", help=text)
 
 
 def loops(choice: str) -> list[str]:

@@ -82,10 +82,3 @@ def test_standard_output_is_json_alone(cache: Path) -> None:
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
     assert [figure["rung"] for figure in figures] == ["copy", "fresh"] * 2
-
-
-@pytest.mark.parametrize("arguments", [("--sizes", "4 apples"), ("--sizes", "0"), ("--pin", "0"), ("--parts", "wheel")])
-def test_bad_arguments_are_told(cache: Path, arguments: tuple[str, ...]) -> None:
-    done = ladder(cache, *arguments)
-    assert done.returncode == 2
-    assert arguments[1] in done.stderr or "at least 1 byte" in done.stderr

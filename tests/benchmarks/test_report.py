@@ -170,4 +170,5 @@ def test_it_runs_what_it_reports(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "streaming.json").read_text())["benchmark"] == "streaming"
     assert "layer streaming, Llama-3-70B" in (tmp_path / "out" / "RESULTS.md").read_text()
-    assert run("report.py", "--from", str(tmp_path / "nothing")).returncode == 1
+    (tmp_path / "empty").mkdir()
+    assert run("report.py", "--from", str(tmp_path / "empty")).returncode == 1

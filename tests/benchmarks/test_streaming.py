@@ -15,7 +15,7 @@ from rig.shapes import SHAPES
 
 from hixl_async.kv import Layout
 
-from .program import report, run
+from .program import report
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -119,10 +119,3 @@ def test_shapes(name: str, ranks: int, token_bytes: int, run_bytes: int) -> None
 def test_computing_takes_as_long_as_a_device_would() -> None:
     shape = SHAPES["Llama-3-8B"]
     assert shape.layer_seconds(4096, 8, 150e12) * shape.layers == pytest.approx(2 * 8e9 * 4096 / 1.2e15)
-
-
-@pytest.mark.parametrize("script", ["streaming.py", "sweep.py", "side_by_side.py", "report.py"])
-def test_bad_arguments_are_told(script: str) -> None:
-    done = run(script, "--quick", "--no-such-thing")
-    assert done.returncode == 2
-    assert "--no-such-thing" in done.stderr
