@@ -1148,7 +1148,8 @@ BY_HOST_NIC = '{"comm_resource_config.protocol_desc":["roce:host"]}'
         ({"LocalCommRes": HOST_NIC, "host_memory": "pinned"}, {"SOC": "Ascend950PR_9599"}, True),
         ({"LocalCommRes": HOST_NIC}, {"SOC": "Ascend910B3"}, True),
         ({}, {"SOC": "Ascend950PR_9599"}, True),
-        ({"LocalCommRes": HOST_NIC}, {"DEVICES": "0", "MALLOC_HOST": "107002"}, False),
+        # Whatever context another test has left on this thread.
+        ({"LocalCommRes": HOST_NIC, "device": "0"}, {"DEVICES": "0", "MALLOC_HOST": "107002"}, False),
     ],
 )
 def test_what_host_memory_is_made_of(
@@ -1178,6 +1179,23 @@ def test_memory_that_cannot_be_locked_is_refused(opened: Maker, monkeypatch: pyt
         instance.alloc(4096)
     assert caught.value.status == vt.NOMEM
     assert any("aclrtMallocHost of 0 MiB answered 207001" in line for line in instance.logs)
+
+
+@only("cs")
+def test_an_allocation_waits_for_no_call_of_hixl(opened: Maker, sim: Sim) -> None:
+    """Although all threads of the driver are inside of one."""
+    a = opened(threads=2)
+    worlds = [warm(World(*vt.join(a, opened()))) for _ in range(2)]
+    sim.set(FAULTS="stall@1,2=5")
+    ops = [world.write(0, 0, 8) for world in worlds]
+    for _ in range(50):  # in the meantime both have begun
+        handle, address = c.c_void_p(), c.c_void_p()
+        assert a.vt.mem_alloc(a.handle, 4096, 3, c.byref(handle), c.byref(address)) == 0
+        a.memories.add(vt.Memory(a, handle.value, 4096, address.value))
+    assert not any(op.released for op in ops)
+    sim.set(FAULTS="")
+    for world, op in zip(worlds, ops, strict=True):
+        op.ok(world.left)
 
 
 @only("comm")

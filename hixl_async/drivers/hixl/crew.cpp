@@ -15,7 +15,8 @@ constexpr uint64_t SURPLUS = 2 * SECOND;  // idle threads but one end after this
 constexpr uint64_t ACTIVE = 100 * MS;     // the watchdog looks often for this long after the last call
 constexpr uint64_t OFTEN = 2 * MS, SELDOM = 20 * MS;
 
-// Signals are for the program's own threads.
+}  // namespace
+
 int make_thread(pthread_t *handle, void *(*entry)(void *), void *argument) {
     sigset_t all, before;
     sigfillset(&all);
@@ -24,8 +25,6 @@ int make_thread(pthread_t *handle, void *(*entry)(void *), void *argument) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return error;
 }
-
-}  // namespace
 
 thread_local Crew::Thread *Crew::current_ = nullptr;
 

@@ -19,6 +19,9 @@
 
 namespace hx {
 
+// A thread that takes no signals, for those are for the program's own.  0, or an errno.
+int make_thread(pthread_t *handle, void *(*entry)(void *), void *argument);
+
 class Crew;
 using Task = std::function<void()>;
 

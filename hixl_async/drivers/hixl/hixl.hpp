@@ -272,7 +272,7 @@ struct hxa_instance {
     hx::Backend backend = hx::Backend::AUTO;
     std::string backend_by;  // what chose it
     bool fabric = false;     // it is FAB
-    std::shared_ptr<hx::Calls> life, memory, notes, pages;
+    std::shared_ptr<hx::Calls> life, memory, notes;
 
     hx::Outcome start_failure;  // why it never will be; set before `start_failed`
     std::atomic<bool> start_failed{false};
@@ -322,6 +322,7 @@ struct hxa_instance {
     void say(const hxa_link *link, hx::Word word, const std::string &body = {});
     std::vector<std::shared_ptr<hx::Route>> all_routes();
     void *host_alloc(uint64_t size, hxa_mem &mem);
+    int lock_pages(uint64_t size, void *&base);
     void host_free(const hxa_mem &mem, void *address);
     // memory.cpp
     void register_one(hxa_mem *mem);

@@ -150,7 +150,6 @@ hxa_instance::hxa_instance(Options wanted, Library loaded, const hxa_sink &to)
     life = std::make_shared<Calls>(crew, [this](uint64_t now) { return end(now); });
     memory = std::make_shared<Calls>(crew, [this](uint64_t now) { return let_go(now); });
     notes = std::make_shared<Calls>(crew, [this](uint64_t now) { return fetch(now); });
-    pages = std::make_shared<Calls>(crew);
     // A context of the caller's is the one to work in, unless a device was asked for.
     void *current = nullptr;
     if (library.acl.there() && options.device < 0 && library.acl.get_context(&current) == 0 && current != nullptr) {

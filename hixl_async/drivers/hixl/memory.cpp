@@ -196,53 +196,55 @@ int mem_retire(hxa_mem *mem, hxa_op *op) {
 
 using namespace hx;
 
-// Host memory for HIXL comes from aclrtMallocHost where AscendCL is; a thread of ours asks, for the caller's has no
-// context.  The caller waits for it all the same, although it is the loop: it wants an address, and only aclrtMallocHost
-// knows which.  Pages of our own, locked later by aclrtHostRegister, would not be the same: HIXL asks for aclrtMallocHost
-// on A2 and A3, fabric memory for an allocation of AscendCL's, and kernels up to 5.10 take no others.
+// On a thread with a context.  `base` stays null where it shall be pages of ours.
+int hxa_instance::lock_pages(uint64_t size, void *&base) {
+    for (enter(); context_state != 2; enter()) {  // somebody else is at it
+        const struct timespec moment = {0, static_cast<long>(MS)};
+        nanosleep(&moment, nullptr);
+    }
+    if (options.pages_on(library.acl.npu())) return 0;
+    const int error = library.acl.malloc_host(&base, size);
+    if (error != 0) base = nullptr;
+    else std::memset(base, 0, size);
+    return error;
+}
+
+// Host memory for HIXL comes from aclrtMallocHost where AscendCL is; a thread of its own asks, for the caller's has no
+// context, and the crew's may all be inside HIXL.  The caller waits for it all the same, although it is the loop: it
+// wants an address, and only aclrtMallocHost knows which.  Pages of our own, locked later by aclrtHostRegister, would not
+// be the same: HIXL asks for aclrtMallocHost on A2 and A3, fabric memory for an allocation of AscendCL's, and kernels up
+// to 5.10 take no others.
 void *hxa_instance::host_alloc(uint64_t size, hxa_mem &mem) {
     if (library.acl.malloc_host != nullptr && options.host_memory != HostMemory::PAGES) {
-        struct Wait {
-            Mutex lock;
-            Condition changed;
-            bool done = false;
-            void *base = nullptr;
-            int error = 0;
+        struct Work {
+            hxa_instance *self;
+            uint64_t size;
+            void *base;
+            int error;
+        } work = {this, size, nullptr, 0};
+        const auto entry = [](void *argument) -> void * {
+            Work &mine = *static_cast<Work *>(argument);
+            mine.error = mine.self->lock_pages(mine.size, mine.base);
+            return nullptr;
         };
-        auto wait = std::make_shared<Wait>();
         const uint64_t begun = clock_now();
-        pages->post([this, wait, size] {
-            void *base = nullptr;
-            int error = 0;
-            if (!options.pages_on(library.acl.npu())) {
-                error = library.acl.malloc_host(&base, size);
-                if (error != 0) base = nullptr;
-                else std::memset(base, 0, size);
-            }
-            Guard guard(wait->lock);
-            wait->base = base;
-            wait->error = error;
-            wait->done = true;
-            wait->changed.all();
-        });
-        {
-            Guard guard(wait->lock);
-            while (!wait->done) wait->changed.wait(wait->lock, NEVER);
-        }
+        pthread_t thread;
+        if (make_thread(&thread, entry, &work) != 0) return nullptr;
+        pthread_join(thread, nullptr);
         const uint64_t took = (clock_now() - begun) / MS;
         if (took >= SLOW_MS)
             log(nullptr, text("hixl: aclrtMallocHost of %llu MiB took %llu ms, for which the event loop stood still; "
                               "allocate before there are peers, or register what another thread allocated",
                               static_cast<unsigned long long>(size >> 20), static_cast<unsigned long long>(took)));
-        if (wait->base != nullptr) {
+        if (work.base != nullptr) {
             mem.pinned = true;
-            return wait->base;
+            return work.base;
         }
         // Without a device (a NIC of the host needs none) it has to be pages; with one HIXL would not take them.
-        if (wait->error != 0 && (context != nullptr || options.host_memory == HostMemory::PINNED)) {
+        if (work.error != 0 && (context != nullptr || options.host_memory == HostMemory::PINNED)) {
             log(nullptr, text("hixl: aclrtMallocHost of %llu MiB answered %d; allocate less at once, or take "
                               "host_memory=pages where HIXL can use them",
-                              static_cast<unsigned long long>(size >> 20), wait->error));
+                              static_cast<unsigned long long>(size >> 20), work.error));
             return nullptr;
         }
     }
