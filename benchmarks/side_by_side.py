@@ -13,6 +13,7 @@ The JSON (schema 1)::
 
     schema, benchmark ("side_by_side"), started, seconds, arguments, commit, machine, versions: as of ladder.py
     contestants   a list of {name, version, state}; state: "measured", or why not, and how to get it
+    absent        who is not among the series of some work: a list of {kind, size, parts, contestant, why}
     series        a list of:
         kind          what was done, see `rig.side.ASK`
         size          bytes of one operation, or of each block of a list
@@ -132,11 +133,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 except TeamError as error:
                     state = f"does not work here: {error}"
             report["contestants"].append({"name": one.name, "version": one.version, "state": state})
-        series = []
+        series, absent = [], []
         for work in works:
             print(f"{describe(work)} ...", file=sys.stderr, flush=True)
-            series += [(work, one) for one in asyncio.run(measure(teams, work, options.quick))]
+            found = asyncio.run(measure(teams, work, options.quick))
+            series += [(work, one) for one in found]
+            there = {one.rung for one in found}
+            absent += [(work, team.contestant) for team in teams if team.contestant.name not in there]
     report["seconds"] = round(time.monotonic() - began, 1)
+    report["absent"] = [
+        {**work._asdict(), "contestant": one.name, "why": one.lacks.get(work.kind, "")} for work, one in absent
+    ]
     report["series"] = [
         {
             "kind": work.kind,
@@ -167,7 +174,7 @@ def describe(work: Work) -> str:
 
 
 def render(report: dict[str, Any]) -> Iterator[str]:
-    """A table per kind of work; who is not there comes first."""
+    """A table per kind of work; who could not be measured at all comes first, and who is not in a table below it."""
     for one in report["contestants"]:
         if one["state"] != "measured":
             yield f"{one['name']}: {one['state']}"
@@ -196,6 +203,9 @@ def render(report: dict[str, Any]) -> Iterator[str]:
                 ]
             )
         yield from align(rows)
+        absent = [one for one in report.get("absent", ()) if (one["kind"], one["size"], one["parts"]) == work]
+        for why in dict.fromkeys(one["why"] for one in absent):
+            yield f"  not here: {'; '.join(one['contestant'] for one in absent if one['why'] == why)} ({why})"
 
 
 if __name__ == "__main__":

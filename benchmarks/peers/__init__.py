@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from rig.side import Kind
+
 __all__ = ["CONTESTANTS", "Contestant"]
 
 
@@ -31,6 +33,8 @@ class Contestant:
     install: str = ""
     #: Burns CPU when there is nothing to do; stopped while others are measured.
     spins: bool = False
+    #: Kinds of work that it has no way to do, all of it or some, and why.
+    lacks: dict[Kind, str] = field(default_factory=dict)
 
     @property
     def missing(self) -> bool:
@@ -46,13 +50,22 @@ class Contestant:
             return ""
 
 
+TOLD = "a message tells of itself: see deliver"
+SINGLE = "its adapter here sends one range after another"
+
+
 def _hixl(name: str, loop: str, slices: str) -> Contestant:
     modules = ("uvloop",) if loop == "uvloop" else ()
     options = {"loop": loop, "slices": slices}
-    return Contestant(name, "hixl", options, modules, "hixl_async", "pip install uvloop")
+    lacks: dict[Kind, str] = {}
+    if slices == "ready":
+        kinds: tuple[Kind, ...] = ("list", "rows", "flight", "notify", "deliver", "idle")
+        lacks = dict.fromkeys(kinds, "what is ready beforehand matters to single writes")
+    return Contestant(name, "hixl", options, modules, "hixl_async", "pip install uvloop", lacks=lacks)
 
 
 def _nixl(name: str, waiting: str, thread: str = "no") -> Contestant:
+    kinds: tuple[Kind, ...] = ("notify", "deliver") if waiting == "asyncio" else ()
     # The package nixl picks a build by the CUDA that it finds; this one works without.
     return Contestant(
         name,
@@ -62,7 +75,22 @@ def _nixl(name: str, waiting: str, thread: str = "no") -> Contestant:
         "nixl-cu12",
         "pip install --no-deps nixl-cu12, beside numpy and torch (a build for CPUs will do)",
         spins=thread == "yes",
+        lacks=dict.fromkeys(kinds, "NIXL has nothing that a loop could wait on: see NIXL noPT, spinning"),
     )
+
+
+def _ucxx(name: str, transports: str) -> Contestant:
+    kinds: tuple[Kind, ...] = ("list", "rows", "flight")
+    lacks: dict[Kind, str] = {**dict.fromkeys(kinds, SINGLE), "notify": TOLD}
+    options = {"transports": transports}
+    return Contestant(name, "ucxx", options, ("ucxx",), "ucxx-cu12", "pip install ucxx-cu12", spins=True, lacks=lacks)
+
+
+def _two_sided(name: str, adapter: str, loop: str) -> Contestant:
+    modules = ("uvloop",) if loop == "uvloop" else ()
+    kinds: tuple[Kind, ...] = ("list", "rows", "flight") if adapter == "sockets" else ()
+    lacks: dict[Kind, str] = {**dict.fromkeys(kinds, SINGLE), "notify": TOLD}
+    return Contestant(name, adapter, {"loop": loop}, modules, "".join(modules), "pip install uvloop", lacks=lacks)
 
 
 #: noPT: without its progress thread, which keeps one core busy in each process.
@@ -82,10 +110,20 @@ CONTESTANTS = (
         "mooncake-transfer-engine-non-cuda",
         "pip install mooncake-transfer-engine-non-cuda; it needs libibverbs",
     ),
-    Contestant("ucxx, tcp", "ucxx", {}, ("ucxx",), "ucxx-cu12", "pip install ucxx-cu12", spins=True),
-    Contestant("asyncio streams", "streams", {"loop": "asyncio"}),
-    Contestant("uvloop streams", "streams", {"loop": "uvloop"}, ("uvloop",), "uvloop", "pip install uvloop"),
-    Contestant("sock_recv_into, asyncio", "sockets", {"loop": "asyncio"}),
-    Contestant("sock_recv_into, uvloop", "sockets", {"loop": "uvloop"}, ("uvloop",), "uvloop", "pip install uvloop"),
-    Contestant("gloo", "gloo", {}, ("torch",), "torch", "pip install torch (a build for CPUs will do)"),
+    # What UCX takes where it is free to choose, so nothing but it.
+    _ucxx("ucxx, shared memory", "sysv,posix,cma,self"),
+    _ucxx("ucxx, tcp", "tcp"),
+    _two_sided("asyncio streams", "streams", "asyncio"),
+    _two_sided("uvloop streams", "streams", "uvloop"),
+    _two_sided("sock_recv_into, asyncio", "sockets", "asyncio"),
+    _two_sided("sock_recv_into, uvloop", "sockets", "uvloop"),
+    Contestant(
+        "gloo",
+        "gloo",
+        {},
+        ("torch",),
+        "torch",
+        "pip install torch (a build for CPUs will do)",
+        lacks={"rows": "10,000 messages take it more than a second", "notify": TOLD},
+    ),
 )

@@ -110,14 +110,15 @@ class Initiator:
             start = perf_counter_ns()
             sleep(work.parts / 1000)
             return perf_counter_ns() - start
-        if self._loop is not None and work.kind not in ("write", "flight"):
+        if self._loop is not None and work.kind in ("notify", "deliver"):
             return None
         if work.kind in ("notify", "deliver"):
             return self._notify(work, times)
         self._line.send(("serve", 0))
         try:
             if self._loop is not None:
-                return self._loop.run_until_complete(self._await_all(work, times))
+                run = self._await_rows if work.kind == "rows" else self._await_all
+                return self._loop.run_until_complete(run(work, times))
             if work.kind == "flight":
                 return self._fly(work, times)
             if work.kind == "rows":
@@ -171,6 +172,22 @@ class Initiator:
         for _ in range(times):
             side.post(handle, b"n")
             side.see()
+        return perf_counter_ns() - start
+
+    async def _await(self, handle: Any) -> None:
+        agent = self._side.agent
+        state = agent.transfer(handle)
+        while state == "PROC":
+            await asyncio.sleep(0)
+            state = agent.check_xfer_state(handle)
+
+    async def _await_rows(self, work: Work, times: int) -> int:
+        spans = _spans(work)
+        start = perf_counter_ns()
+        for _ in range(times):
+            handle = self._side.handle(spans)
+            await self._await(handle)
+            handle.release()
         return perf_counter_ns() - start
 
     async def _await_all(self, work: Work, times: int) -> int:

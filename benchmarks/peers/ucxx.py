@@ -1,4 +1,8 @@
-"""ucxx, the asyncio binding of UCX, over TCP.  It offers messages only, so this is two-sided too."""
+"""ucxx, the asyncio binding of UCX, over shared memory or TCP.  It offers messages only, so this is two-sided too.
+
+UCX takes shared memory only for endpoints that do not watch for errors of the other side, and that are made from the address
+of a worker; one that is made from an IP address and a port stays on TCP.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,12 @@ from rig.side import Work, idle, new_loop, page_memory, serve_line
 __all__ = ["Initiator", "target"]
 
 WORD = 8
+#: Tags of messages to the target, and of its answers.
+THERE, BACK = 1, 2
 
 
-def _ucxx() -> Any:
-    # Its own choice is shared memory that this kernel may not have; as a peer of the network it is measured over TCP.
-    os.environ.setdefault("UCX_TLS", "tcp")
+def _ucxx(transports: str) -> Any:
+    os.environ["UCX_TLS"] = transports
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     try:
         import libucx
@@ -35,30 +40,34 @@ def _ucxx() -> Any:
 
 def target(line: Connection, size: int, options: dict[str, str]) -> None:
     """Receives until `line` ends."""
-    new_loop("asyncio").run_until_complete(_target(line, size))
+    new_loop("asyncio").run_until_complete(_target(line, size, options["transports"]))
 
 
-async def _target(line: Connection, size: int) -> None:
-    ucxx = _ucxx()
+async def _target(line: Connection, size: int, transports: str) -> None:
     memory = np.frombuffer(page_memory(size, 0), np.uint8)
     length, answer = np.zeros(1, np.uint64), np.zeros(1, np.uint8)
-    receivers: list[Any] = []
+    endpoint = await _meet(line, transports)
 
-    async def receive(endpoint: Any) -> None:
-        receivers.append(asyncio.current_task())
+    async def receive() -> None:
         while True:
-            await endpoint.recv(length)
-            await endpoint.recv(memory[: int(length[0])])
-            await endpoint.send(answer)
+            await endpoint.recv(length, tag=THERE, force_tag=True)
+            await endpoint.recv(memory[: int(length[0])], tag=THERE, force_tag=True)
+            await endpoint.send(answer, tag=BACK, force_tag=True)
 
     async def look(count: int) -> bytes:
         return bytes(memory[:count])
 
-    listener = ucxx.create_listener(receive)
-    line.send(listener.port)
+    receiver = asyncio.create_task(receive())
     await serve_line(line, look)
-    for receiver in receivers:
-        receiver.cancel()
+    receiver.cancel()
+
+
+async def _meet(line: Connection, transports: str) -> Any:
+    """An endpoint to the other process's worker."""
+    ucxx = _ucxx(transports)
+    line.send(bytes(ucxx.get_worker_address()))
+    address = ucxx.get_ucx_address_from_buffer(line.recv())
+    return await ucxx.create_endpoint_from_worker_address(address, endpoint_error_handling=False)
 
 
 class Initiator:
@@ -67,10 +76,10 @@ class Initiator:
     def __init__(self, line: Connection, size: int, options: dict[str, str]) -> None:
         self._loop = new_loop("asyncio")
         self._memory = np.frombuffer(page_memory(size, 7), np.uint8)
-        self._loop.run_until_complete(self._open(line, size))
+        self._loop.run_until_complete(self._open(line, size, options["transports"]))
 
-    async def _open(self, line: Connection, size: int) -> None:
-        self._endpoint = await _ucxx().create_endpoint("127.0.0.1", line.recv())
+    async def _open(self, line: Connection, size: int, transports: str) -> None:
+        self._endpoint = await _meet(line, transports)
         await self._send(Work("write", size), 1)
         line.send(WORD)
         if line.recv() != bytes([7]) * WORD:
@@ -89,7 +98,7 @@ class Initiator:
         length, answer = np.array([work.size], np.uint64), np.zeros(1, np.uint8)
         start = perf_counter_ns()
         for _ in range(times):
-            await endpoint.send(length)
-            await endpoint.send(memory[: work.size])
-            await endpoint.recv(answer)
+            await endpoint.send(length, tag=THERE, force_tag=True)
+            await endpoint.send(memory[: work.size], tag=THERE, force_tag=True)
+            await endpoint.recv(answer, tag=BACK, force_tag=True)
         return perf_counter_ns() - start

@@ -29,6 +29,7 @@ def test_a_contestant_that_is_installed(contestant: Contestant) -> None:
         took = {work.kind: team.ask(work, 2) for work in WORKS}
         assert took["write"], "everybody can write"
         assert all(elapsed is None or elapsed > 0 for elapsed in took.values())
+        assert {kind for kind, elapsed in took.items() if elapsed is None} <= contestant.lacks.keys(), "and why not"
         before = team.cpu_ns()
         assert team.ask(Work("write", 64 * KIB), 200)
         assert team.cpu_ns() > before, "the CPU time of the processes that work"
@@ -70,6 +71,12 @@ def test_the_report() -> None:
     assert len(found["write", 4 * KIB, 1, "sock_recv_into, asyncio"]["nanoseconds"]) == 6
     assert ("list", 4 * KIB, 256, "asyncio streams") in found
     assert ("list", 4 * KIB, 256, "sock_recv_into, asyncio") not in found
+    assert {(one["kind"], one["contestant"]): one["why"] for one in content["absent"]} == {
+        (kind, one.name): one.lacks[kind]
+        for one in CONTESTANTS
+        for kind in ("list", "idle")
+        if states.get(one.name) == "measured" and kind in one.lacks
+    }
     assert ("idle", 0, 500, "sock_recv_into, asyncio") in found
 
 
