@@ -9,6 +9,7 @@ from libc.string cimport memcpy
 from ._memory cimport LocalMemory, Memory, RemoteMemory, Slice, check_access, check_reach, fill, raise_gone, whole
 from .driver cimport *
 
+import sys
 from array import array
 
 from . import errors
@@ -22,6 +23,11 @@ cdef dict VERBS = {"read": HXA_READ, "write": HXA_WRITE}
 
 cdef object _table(object rows, Py_ssize_t width, str words):
     """Any N x `width` table of 64-bit integers as a typed view, without copying where it already is one."""
+    if not PyObject_CheckBuffer(rows) and hasattr(rows, "__dlpack__") and "numpy" in sys.modules:
+        try:
+            rows = sys.modules["numpy"].from_dlpack(rows)  # a tensor; row by row it would take a hundred times as long
+        except (TypeError, ValueError, RuntimeError, BufferError) as error:
+            raise errors.BufferTypeError(f"rows: {type(rows).__name__} cannot be used by DLPack: {error}") from error
     if not PyObject_CheckBuffer(rows):
         flat = array("Q")
         try:

@@ -38,6 +38,7 @@ cdef class Flights(Hub):
     cdef readonly Py_ssize_t pinned           # slots not released yet
 
     cdef int _check(self) except -1
+    cdef int _spend(self, int cost) except -1
     cdef bint _fits(self, uint64_t nbytes) noexcept
     cdef int _admit(self) except -1
     cdef int _fly(self, Transfer transfer, object deadline) except -1

@@ -17,7 +17,7 @@ from ._memory cimport Memory, Places
 from ._transfer cimport ACTIVE, CANCELLED, CREDIT, DONE, Drain, FAILED, Transfer
 from .driver cimport *
 
-from asyncio import BaseEventLoop, current_task
+from asyncio import BaseEventLoop, CancelledError, current_task, wait
 from collections import deque
 
 from . import errors
@@ -126,6 +126,22 @@ cdef class Flights(Hub):
         waiter.core, waiter.control = self, True
         return waiter
 
+    cdef int _spend(self, int cost) except -1:
+        """C8: work that needed no wait; whoever awaits next yields when the credit is gone."""
+        if self.credit > -CREDIT:
+            self.credit -= cost
+        return 0
+
+    def _breathe(self):
+        """What to await where there is nothing to wait for, so that others run now and then (C8), or None."""
+        cdef Transfer pause
+        self._spend(1)
+        if self.credit > 0:
+            return None
+        pause = self._waiter()
+        pause.outcome, pause.cost = DONE, 1
+        return pause
+
     # -- back-pressure
 
     cdef bint _fits(self, uint64_t nbytes) noexcept:
@@ -153,6 +169,10 @@ cdef class Flights(Hub):
             self.crowd.popleft()
             waiter._wake()
         return 0
+
+    def _next_in_crowd(self):
+        """Whoever waited for room has given up; who comes after may need less."""
+        self._admit()
 
     def _unpromise(self, uint64_t nbytes):
         self.promised -= nbytes
@@ -252,12 +272,20 @@ cdef class Flights(Hub):
         return 0
 
     def drain(self):
-        """Settles what drivers posted.  The loop calls it; it may be called from any code that runs on the loop's thread."""
+        """Settles what drivers posted.  The loop calls it; it may be called from any code that runs on the loop's thread.
+
+        :raises WrongLoopError: on another thread.
+        """
+        if self.finished:
+            return
+        if PyThread_get_thread_ident() != self.thread or self.generation != fork_generation:
+            self._refuse()
         self._drain(current_task(self.loop) is None)
 
     def _signalled(self):
         """The loop found the mailbox's descriptor readable."""
         if not self.finished:
+            self.credit = CREDIT  # a new pass of the loop
             hxa_mailbox_clear(self.box)
             self._drain(True)
 
@@ -361,7 +389,10 @@ cdef class Flights(Hub):
             if landed != transfer.landed:
                 transfer.landed, transfer.moved = landed, now
             elif now - transfer.moved >= self.stall:
-                transfer._time_out(f"made no progress for {self.stall:g} s")
+                if transfer._waits():
+                    transfer.moved = now
+                else:
+                    transfer._time_out(f"made no progress for {self.stall:g} s")
         if waiting and not self.finished:
             self.watchdog = self.loop.call_later(self.stall / 8, self._watch)
 
@@ -382,12 +413,34 @@ cdef class Flights(Hub):
         drain.future = self.loop.create_future()
         drain.missing = len(flights)
         if not flights:
-            drain.future.set_result(None)
+            self._spend(1)
+            if self.credit > 0:
+                drain.future.set_result(None)
+            else:
+                self.credit = CREDIT
+                self.call_soon(_set_none, drain.future)
         for transfer in flights:
             if transfer.drains is None:
                 transfer.drains = []
             transfer.drains.append(drain)
         return drain.future
+
+    async def _all_over(self, list transfers):
+        """Waits until they are drained; whoever cancels that cancels them, but nobody leaves before.
+
+        :return: the cancellation, if there was one.
+        """
+        interruption = None
+        drained = self._drained_transfers(transfers)
+        while not drained.done():
+            try:
+                await wait([drained])
+            except CancelledError as error:
+                interruption = error
+                for transfer in transfers:
+                    transfer.cancel()
+        drained.result()
+        return interruption
 
     def _drained(self, Memory memory, uint64_t offset, uint64_t length):
         """Waits for every flight that touches a range of a region."""
@@ -490,6 +543,11 @@ cdef class Flights(Hub):
     def _counters(self):
         signals = hxa_mailbox_signals(self.box) if self.box != NULL else self.n_signals
         return (self.n_transfers, self.n_inline, self.n_bytes, self.n_failed, signals)
+
+
+def _set_none(future):
+    if not future.done():
+        future.set_result(None)
 
 
 cdef inline bint _overlap(uint64_t start, uint64_t size, uint64_t other, uint64_t length) noexcept:

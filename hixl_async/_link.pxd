@@ -28,7 +28,7 @@ cdef class Hub:
     cdef bint draining                # inside drain()
     cdef bint direct                  # no task is current there: one that waits may be resumed directly (C4)
     cdef int burst                    # the most that one pass of the loop takes: completions; notifications of a link
-    cdef int credit                   # finished work that may still be awaited without a trip through the loop (C8)
+    cdef int credit                   # finished work for which nobody has to go around the loop yet (C8)
     cdef tuple drivers                # Driver, in order of preference; a tuple, for the collector empties lists
     cdef object places                # Places: memories by address, for drivers that move nothing else
     cdef list graveyard               # memories whose last view was dropped in another thread

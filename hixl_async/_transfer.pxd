@@ -7,7 +7,7 @@ from ._memory cimport Memory
 from .driver cimport hxa_batch, hxa_desc, hxa_op
 
 cdef enum: ACTIVE, DONE, FAILED, CANCELLED
-# C8: how much finished work a task may await before it must yield.  A small operation costs 1, a larger copy what it took
+# C8: how much work may finish inside calls before whoever awaits must yield.  A small operation costs 1, a larger copy what it took
 # in units of COST_NANOSECONDS: 128 is roughly a tenth of a millisecond, against 3 to 6 us for the yield.
 cdef enum: CREDIT = 128
 cdef enum: COST_NANOSECONDS = 800
@@ -56,6 +56,7 @@ cdef class Transfer:
     cdef int _unpin(self) except -1
     cdef uint64_t _moved(self)
     cdef bint _stop(self) except -1
+    cdef bint _waits(self) noexcept
     cdef bint _abandonable(self) noexcept
     cdef object _failure(self)
     cdef object _failed_row(self)

@@ -260,7 +260,7 @@ cdef class Transfer:
             finally:
                 timer.cancel()
                 self.remove_done_callback(waiter._wake)
-        return self.result()
+        return await self
 
     def drained(self):
         """Waits until nothing reads or writes the local memory any more, whatever the outcome was.
@@ -318,6 +318,12 @@ cdef class Transfer:
             if table.cancel != NULL:
                 return table.cancel(self.link.link, &self.op)
         return False
+
+    cdef bint _waits(self) noexcept:
+        """Whether the driver has not come to it yet, for others or a limit: then it is not stalled."""
+        cdef const hxa_driver *table = self.link.driver.table
+        return (self.flying and self.device is None and self.link.link != NULL and table.waits != NULL
+                and table.waits(self.link.link, &self.op))
 
     cdef bint _abandonable(self) noexcept:
         """Whether the driver can be made to give the memory back in bounded time, and was not told to yet."""
@@ -397,9 +403,9 @@ cdef PySendResult _transfer_send(PyObject *me, PyObject *value, PyObject **resul
         if self.cost and self.core.credit <= 0:
             # C8: a bare yield sends the task once around the loop; the next send brings the result.
             self.core.credit = CREDIT
+            self.cost = 0
             out = None
         else:
-            self.core.credit -= self.cost
             out = self.op.bytes
             Py_INCREF(out)
             result[0] = <PyObject *>out

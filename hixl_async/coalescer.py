@@ -39,8 +39,8 @@ class Coalescer:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._collected: dict[tuple[str, Link], list[_Copy]] = {}
-        self._transfers: list[Transfer] = []
-        self._landing: list[asyncio.Future[int]] = []
+        self._flying: set[Transfer] = set()  # not drained
+        self._unsettled = 0  # batches whose copies have no outcome
         self._failures: list[Exception] = []
         self._structured = False
         self._closed = False
@@ -91,10 +91,14 @@ class Coalescer:
         if transfer.done():
             self._settle(wanted, transfer)
             return
-        if self._structured:
-            self._transfers.append(transfer)
-            self._landing += [copy.landed for copy in wanted]
-        transfer.add_done_callback(lambda transfer: self._settle(wanted, transfer))
+        self._flying.add(transfer)
+        self._unsettled += 1
+        transfer.add_done_callback(lambda transfer: self._landed(wanted, transfer))
+        transfer.drained().add_done_callback(lambda _: self._flying.discard(transfer))
+
+    def _landed(self, copies: list[_Copy], transfer: Transfer) -> None:
+        self._unsettled -= 1
+        self._settle(copies, transfer)
 
     def _settle(self, copies: list[_Copy], transfer: Transfer) -> None:
         error = None if transfer.cancelled() else transfer.exception()
@@ -130,11 +134,13 @@ class Coalescer:
                 copy.landed.cancel()
         self._collected.clear()
         if error is not None:
-            for transfer in self._transfers:
+            for transfer in list(self._flying):
                 transfer.cancel()
-        await self._core._drained_transfers(self._transfers)
-        if self._landing:
-            await asyncio.wait(self._landing)
+        interruption = await self._core._all_over(list(self._flying))
+        if self._unsettled:
+            await asyncio.sleep(0)  # for callbacks that were called soon
+        if interruption is not None:
+            raise interruption
         if self._failures and (error is None or isinstance(error, Exception)):
             failures = [error, *self._failures] if error is not None else self._failures
             raise ExceptionGroup("copies of a coalescer failed", failures)

@@ -176,3 +176,4 @@ cdef extern from "hxa_driver.h" nogil:
         const char *(*about)(hxa_instance *self) noexcept nogil
         int (*mem_borrow)(hxa_link *link, hxa_mem *mem, void **address) noexcept nogil
         void (*mem_return)(hxa_link *link, hxa_mem *mem) noexcept nogil
+        int (*waits)(hxa_link *link, const hxa_op *op) noexcept nogil

@@ -583,9 +583,15 @@ class Engine(Core):
         self._must_be_open()
         if not isinstance(nbytes, int) or not 0 <= nbytes < 1 << 62:
             raise InvalidArgumentError(f"nbytes must be a number of bytes, not {nbytes!r}")
+        if (pause := self._breathe()) is not None:
+            await pause
         waiter = self._room(nbytes)
         if waiter is not None:
-            await waiter
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                self._next_in_crowd()
+                raise
             self._must_be_open()
 
     def coalesce(self) -> Coalescer:

@@ -101,6 +101,8 @@ class Feed(Generic[T]):
 
     async def __anext__(self) -> T:
         queue = self._queue
+        if queue._entries and (pause := self._core._breathe()) is not None:
+            await pause
         while not queue._entries:
             if queue.closed:
                 raise StopAsyncIteration

@@ -80,7 +80,7 @@ class Group:
             others = self._task.uncancel()
             if isinstance(error, asyncio.CancelledError) and not others:
                 error = None
-        interruption = await self._drain()
+        interruption = await self._core._all_over(self._transfers)
         failures = [
             failure
             for transfer in self._transfers
@@ -94,16 +94,3 @@ class Group:
             failures.insert(0, error)
         if failures:
             raise ExceptionGroup("transfers of a group failed", failures)  # type: ignore[type-var]
-
-    async def _drain(self) -> asyncio.CancelledError | None:
-        """Waits until all are drained; whoever cancels that cancels the transfers, but nobody leaves before."""
-        interruption = None
-        drained = self._core._drained_transfers(self._transfers)
-        while not drained.done():
-            try:
-                await asyncio.wait([drained])
-            except asyncio.CancelledError as error:
-                interruption = error
-                self._cancel_all()
-        drained.result()
-        return interruption

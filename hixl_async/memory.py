@@ -192,6 +192,10 @@ def operand(obj: Any, writable: bool) -> Operand:
             raise BufferTypeError(f"a tensor on {obj.device} cannot be used by any driver; copy it to the CPU first")
         if not obj.is_contiguous():
             raise BufferTypeError("the tensor is not contiguous; pass tensor.contiguous()")
+        if obj.is_conj() or obj.is_neg():
+            raise BufferTypeError(
+                "the tensor's values are not what its memory holds; pass tensor.resolve_conj().resolve_neg()"
+            )
         # A second tensor on the same storage: the caller's may be given another one (``tensor.data = ...``).
         return Operand(obj.data_ptr(), obj.numel() * obj.element_size(), obj.detach(), device != "cpu")
     numpy = sys.modules.get("numpy")

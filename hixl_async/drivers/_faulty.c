@@ -255,6 +255,7 @@ static const hxa_driver faulty_driver = {
     .about = faulty_about,
     .mem_borrow = faulty_mem_borrow,
     .mem_return = faulty_mem_return,
+    .waits = faulty_waits,
 };
 
 HXA_DRIVER_MODULE(_faulty, faulty_driver)

@@ -215,6 +215,7 @@ static const hxa_driver shm_driver = {
     .progress = shm_progress,
     .poll = shm_poll,
     .link_pace = shm_link_pace,
+    .waits = shm_waits,
     .mem_borrow = shm_mem_borrow,
     .mem_return = shm_mem_return,
 };

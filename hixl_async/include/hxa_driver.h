@@ -241,6 +241,9 @@ typedef struct hxa_driver {
      * nor stopped before it is given back.  DONE or a refusal; may be NULL. */
     int (*mem_borrow)(hxa_link *link, hxa_mem *mem, void **address);
     void (*mem_return)(hxa_link *link, hxa_mem *mem);
+
+    /* 1 while an op only waits for its turn, behind others or a limit, so that no progress of its own is due; may be NULL. */
+    int (*waits)(hxa_link *link, const hxa_op *op);
 } hxa_driver;
 
 /* The least that `size` may be: all that drivers had before the table grew. */

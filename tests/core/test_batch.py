@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hixl_async import Batch, InvalidArgumentError, RangeError, TransferError
+from hixl_async import Batch, BufferTypeError, InvalidArgumentError, RangeError, TransferError
 from hixl_async.testing import engine_pair
 
 from .conftest import SIZE, World
@@ -282,3 +282,18 @@ def test_any_rows(rows: Rows, local: int, remote: int) -> None:
             assert memoryview(there) == wanted
 
     asyncio.run(main())
+
+
+async def test_rows_of_a_tensor(world: World) -> None:
+    torch = pytest.importorskip("torch")
+    rows = torch.tensor([[0, 8, 4], [16, 32, 4]], dtype=torch.int64)
+    world.here.numpy()[:] = 7
+    assert await world.left.submit(Batch("write", world.here, world.remote, rows)) == 8
+    assert world.landed[:40] == bytes(8) + b"\7" * 4 + bytes(20) + b"\7" * 4 + bytes(4)
+    for wrong in (rows.to(torch.int32), rows.to(torch.float64)):
+        with pytest.raises(InvalidArgumentError, match="64-bit integers"):
+            Batch("write", world.here, world.remote, wrong)
+    with pytest.raises(BufferTypeError, match="C-contiguous"):
+        Batch("write", world.here, world.remote, torch.zeros(3, 2, dtype=torch.int64).T)
+    with pytest.raises(BufferTypeError, match="rows: Tensor cannot be used by DLPack"):
+        Batch("write", world.here, world.remote, torch.zeros(2, 3, device="meta", dtype=torch.int64))

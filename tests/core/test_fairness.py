@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from hixl_async import Transfer
+from hixl_async.testing import until
 
 from .conftest import World
 
@@ -35,6 +37,56 @@ async def test_c8_awaiting_finished_work_yields(world: World) -> None:
         assert await transfer == 5
     ticker.stop()
     assert ticker.passes >= 2000 / 200
+
+
+async def _group(world: World) -> None:
+    async with world.left.group() as group:
+        group.write(b"12345", world.remote[:5])
+
+
+async def _coalesce(world: World) -> None:
+    async with world.left.coalesce() as few:
+        few.write(world.here[:5], world.remote[:5])
+
+
+async def _drained(world: World) -> None:
+    await world.write().drained()
+
+
+async def _drained_ranges(world: World) -> None:
+    world.write()
+    await world.here[:5].drained()
+    await world.left.drained(world.remote)
+
+
+async def _room(world: World) -> None:
+    await world.left.room(5)
+    world.write()
+
+
+async def _at_least(world: World) -> None:
+    await world.write().at_least(5)
+
+
+@pytest.mark.parametrize("use", [_group, _coalesce, _drained, _drained_ranges, _room, _at_least])
+async def test_c8_whatever_is_awaited_yields(world: World, use: Callable[[World], Awaitable[None]]) -> None:
+    ticker = Ticker()
+    for _ in range(1000):
+        await use(world)
+    ticker.stop()
+    assert ticker.passes >= 1000 / 200
+
+
+async def test_c8_reading_a_full_queue_yields(world: World) -> None:
+    async with world.right.notifications("many") as notes:
+        for _ in range(1000):
+            await world.left.notify(world.peer, "many")
+        await until(lambda: len(notes) == 1000)
+        ticker = Ticker()
+        for _ in range(1000):
+            await notes.get()
+        ticker.stop()
+    assert ticker.passes >= 1000 / 200
 
 
 async def test_c8_large_finished_work_yields_more_often(world: World) -> None:

@@ -40,6 +40,7 @@ async def test_c9_foreign_threads_are_refused(world: World, loop: bool) -> None:
         "write": lambda: world.write(),
         "read": lambda: world.left.read(bytearray(5), world.remote[0:5]),
         "submit": lambda: world.left.submit(batch),
+        "drain": lambda: world.left.drain(),
         "notify": lambda: world.left.notify(world.peer, "topic"),
         "allocate": lambda: world.left.allocate("new", 64),
         "register": lambda: world.left.register("new", bytearray(8)),

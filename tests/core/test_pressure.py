@@ -153,3 +153,18 @@ async def test_waiting_ends_with_the_engine(narrow: Narrow) -> None:
         await waiting
     narrow.plan.release()
     await closing
+
+
+async def test_who_gives_up_lets_those_behind_in(narrow: Narrow) -> None:
+    held = narrow.write(60)
+    large = asyncio.ensure_future(narrow.engine.room(50 * KIB))
+    await settle()
+    small = asyncio.ensure_future(narrow.engine.room(30 * KIB))
+    await settle()
+    assert not small.done(), "first come, first served"
+    large.cancel()
+    await settle()
+    assert small.done()
+    narrow.plan.clear()
+    narrow.plan.release()
+    assert await held == 60 * KIB

@@ -160,10 +160,12 @@ FUNCTIONS: dict[str, Any] = {
     "about": (c.c_char_p, HANDLE),
     "mem_borrow": (c.c_int, HANDLE, HANDLE, OUT),
     "mem_return": (None, HANDLE, HANDLE),
+    "waits": (c.c_int, HANDLE, OP),
 }
 #: What the table has grown by: not every driver needs it.
 OPTIONAL = (
     "start", "shutdown", "mem_ready", "mem_retire", "message", "abandon", "link_pace", "about", "mem_borrow", "mem_return",
+    "waits",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from hixl_async import AccessError, ClosedError, InvalidArgumentError, PeerLostError, RangeError, TransferError
 from hixl_async.coalescer import MOST
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
 
 class Scene:
@@ -157,3 +157,36 @@ async def test_a_peer_that_is_lost(scene: Scene) -> None:
     scene.plan.drop_peer(nth=1)
     with pytest.raises(PeerLostError):
         await landed
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timeout"])
+async def test_nobody_leaves_before_the_memory_is_free(scene: Scene, how: str) -> None:
+    """Whoever is interrupted at the exit cancels what flies, and still waits until nothing touches the memory."""
+    scene.plan.late()
+    engine, landed = scene.pair.left, []
+
+    async def use() -> None:
+        async with engine.coalesce() as few:
+            landed.append(few.write(scene.here[0:8], scene.remote[0:8]))
+
+    using = asyncio.ensure_future(asyncio.wait_for(use(), 0.05) if how == "timeout" else use())
+    await until(lambda: scene.plan.holding)
+    if how == "cancelled":
+        using.cancel()
+    await asyncio.sleep(0.1)
+    assert not using.done()
+    assert engine.stats().pinned == 1
+    scene.plan.release()
+    with pytest.raises((asyncio.CancelledError, TimeoutError)):
+        await using
+    assert engine.stats().pinned == 0
+    assert landed[0].cancelled()
+
+
+async def test_a_coalescer_that_stays_open_keeps_nothing_of_what_is_over(scene: Scene) -> None:
+    scene.plan.pending()
+    async with scene.pair.left.coalesce() as few:
+        for _ in range(50):
+            assert await few.write(scene.here[0:8], scene.remote[0:8]) == 8
+        await until(lambda: not few._flying)
+        assert few._unsettled == 0

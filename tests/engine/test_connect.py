@@ -526,6 +526,33 @@ async def test_a_limited_peer(drivers: Any) -> None:
         assert pair.left.write(b"x", remote[:1]).done()
 
 
+async def test_what_waits_its_turn_is_not_stalled() -> None:
+    """A limit lets each of many wait much longer than a stall takes; the link moves all the time."""
+    async with engine_pair(stall=0.1) as pair:
+        _, remote = await pair.region("kv", 1 << 16)
+        pair.peer.limit_bandwidth(4e6)
+        transfers = [pair.left.write(bytes(1 << 16), remote) for _ in range(40)]
+        assert sum(await asyncio.gather(*transfers)) == 40 << 16
+
+
+async def test_a_limit_is_reached_by_small_work_too(pair: EnginePair) -> None:
+    """However late the thread wakes up between two of them, it catches up; at least when the machine has time for it."""
+    _, remote = await pair.region("kv", 2 << 20)
+    loop = asyncio.get_running_loop()
+    pair.peer.limit_bandwidth(100e6)
+
+    async def seconds(size: int) -> float:
+        started = loop.time()
+        await asyncio.gather(*(pair.left.write(bytes(size), remote[:size]) for _ in range((2 << 20) // size)))
+        return loop.time() - started
+
+    for _ in range(20):
+        if await seconds(4096) < 2 * await seconds(2 << 20):
+            break
+    else:
+        pytest.fail("small writes take more than twice as long as one large one")
+
+
 @pytest.mark.parametrize("limit", [0, -1, 0.5, float("nan"), float("inf"), "fast", 1 << 63])
 async def test_a_limit_that_makes_no_sense(pair: EnginePair, limit: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="bytes_per_second"):

@@ -109,12 +109,23 @@ async def test_torch_tensors(pair: EnginePair) -> None:
     del region
 
 
-@pytest.mark.parametrize("wrong", ["transposed", "cuda"])
-async def test_torch_tensors_that_cannot_be(engine: Engine, wrong: str) -> None:
+@pytest.mark.parametrize("wrong", ["transposed", "meta", "conj", "neg"])
+async def test_torch_tensors_that_cannot_be(pair: EnginePair, wrong: str) -> None:
     torch = pytest.importorskip("torch")
-    tensor = torch.zeros(2, 3).T if wrong == "transposed" else torch.zeros(2, 3, device="meta")
-    with pytest.raises(BufferTypeError, match="contiguous|meta"):
-        engine.register("weights", tensor)
+    complex = torch.zeros(2, 3, dtype=torch.complex64)
+    tensor = {
+        "transposed": lambda: torch.zeros(2, 3).T,
+        "meta": lambda: torch.zeros(2, 3, device="meta"),
+        "conj": lambda: complex.conj(),
+        "neg": lambda: torch._neg_view(torch.zeros(2, 3)),
+    }[wrong]()
+    says = {"conj": "resolve_conj", "neg": "resolve_neg"}.get(wrong, "contiguous|meta")
+    with pytest.raises(BufferTypeError, match=says):
+        pair.left.register("weights", tensor)
+    _, remote = await pair.region("kv", 4096)
+    for call in (pair.left.read, pair.left.write):
+        with pytest.raises(BufferTypeError, match=says):
+            call(tensor, remote[: tensor.nbytes])
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,7 @@ FAULTY_INTERNAL void faulty_registry_remove_link(hxa_link *link);
 FAULTY_INTERNAL int faulty_submit(hxa_link *link, const hxa_batch *batch, hxa_op *op);
 FAULTY_INTERNAL int faulty_cancel(hxa_link *link, hxa_op *op);
 FAULTY_INTERNAL int faulty_abandon(hxa_link *link, hxa_op *op);
+FAULTY_INTERNAL int faulty_waits(hxa_link *link, const hxa_op *op);
 FAULTY_INTERNAL uint64_t faulty_progress(hxa_link *link, const hxa_op *op);
 FAULTY_INTERNAL int faulty_pump(hxa_link *link, uint32_t budget);
 FAULTY_INTERNAL void faulty_post(void *ctx, hxa_op *op, uint32_t events);

@@ -469,6 +469,15 @@ int faulty_abandon(hxa_link *link, hxa_op *op) {
     return ours ? 0 : -HXA_E_UNSUPPORTED;
 }
 
+int faulty_waits(hxa_link *link, const hxa_op *op) {
+    hxa_instance *self = link->self;
+    pthread_mutex_lock(&self->lock);
+    const faulty_flight *flight = (const faulty_flight *)op->scratch[0];
+    const int inside = flight != NULL && flight->stage == FAULTY_SUBMITTED;
+    pthread_mutex_unlock(&self->lock);
+    return inside && self->table->waits != NULL && self->table->waits(link->inner, &flight->op);
+}
+
 uint64_t faulty_progress(hxa_link *link, const hxa_op *op) {
     hxa_instance *self = link->self;
     pthread_mutex_lock(&self->lock);

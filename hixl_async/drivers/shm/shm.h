@@ -310,6 +310,7 @@ SHM_INTERNAL void shm_pool_close(hxa_instance *self);
 SHM_INTERNAL int shm_pool_ready(hxa_instance *self, uint64_t chunks);
 SHM_INTERNAL void shm_pool_push(hxa_instance *self, hxa_op *op);
 SHM_INTERNAL void shm_pool_purge(hxa_instance *self);
+SHM_INTERNAL int shm_waits(hxa_link *link, const hxa_op *op);
 SHM_INTERNAL int shm_link_pace(hxa_link *link, uint64_t bytes_per_second);
 SHM_INTERNAL int shm_mem_borrow(hxa_link *link, hxa_mem *mem, void **address);
 SHM_INTERNAL void shm_mem_return(hxa_link *link, hxa_mem *mem);

@@ -21,7 +21,8 @@ enum {
     SMALL_DESCRIPTORS = 64,            /* ... of no more descriptors are taken several at a time */
     TURN = 16,                         /* most chunks of one turn at the mutex */
     LOOK_NS = 50000,                   /* an idle thread looks for so long before it sleeps, where that paid the last time */
-    PACES_PER_SECOND = 100             /* a link with a limit moves at most so much of its second at once */
+    PACES_PER_SECOND = 100,            /* a link with a limit moves at most so much of its second at once */
+    CATCH_UP_NS = 1000000000 / PACES_PER_SECOND
 };
 
 typedef struct chunk { hxa_op *op; uint32_t index; uint64_t offset, bytes; } chunk;
@@ -151,8 +152,8 @@ static chunk carve(hxa_instance *self, hxa_op *op, uint64_t now) {
         }
         more = job->index < batch->n;
         if (pace != 0) {
-            /* What an idle link did not use is lost: no bursts. */
-            if (job->link->free_at < now) job->link->free_at = now;
+            /* A thread that came late catches up; what an idle link did not use before that is lost. */
+            if (job->link->free_at + CATCH_UP_NS < now) job->link->free_at = now - CATCH_UP_NS;
             job->link->free_at += (uint64_t)((double)cut.bytes * 1e9 / (double)pace);
         }
     }
@@ -337,6 +338,16 @@ int shm_link_pace(hxa_link *link, uint64_t bytes_per_second) {
     shm_store(&link->pace, bytes_per_second);
     wake(&link->self->pool, INT_MAX);  /* what waited by the old limit */
     return 0;
+}
+
+/* Is it queued, and no part of it being copied? */
+int shm_waits(hxa_link *link, const hxa_op *op) {
+    shm_pool *pool = &link->self->pool;
+    const shm_job *job = (const shm_job *)(const void *)op->scratch;
+    pthread_mutex_lock(&pool->lock);
+    const int waits = job->queued && job->flight == 0;
+    pthread_mutex_unlock(&pool->lock);
+    return waits;
 }
 
 /* Some op must not go on: let a thread look for it. */
