@@ -13,8 +13,8 @@ C4   Awaitables are resolved on the loop's thread alone.  A waiting task is resu
 C5   Cancelling ends the wait.  It never unpins memory.
 C6   Every descriptor is validated (alive, in bounds, right access, no overflow) before any is posted: all or nothing.
 C7   Close refuses new work, drains within a deadline, and leaks, loudly, what a device might still write.
-C8   A coroutine that only awaits what is finished (transfers, drains, groups, room, notifications) still yields: `credit`, which
-     work spends that finishes inside of a call.  A drain is capped: `burst`, DRAIN_NANOSECONDS.
+C8   A coroutine that only awaits what is finished (transfers, drains, groups, room, notifications) still yields: `credit`,
+     which work spends that finishes inside of a call.  A drain is capped: `burst`, DRAIN_NANOSECONDS.
 C9   An engine belongs to one loop; a foreign loop raises WrongLoopError.
 C10  After fork() the child's calls raise EngineForkedError and tear nothing down for the parent.
 C11  Data before signal before notification: the drivers' rule T5; the core hands all three over in one batch.

@@ -7,8 +7,8 @@ from ._memory cimport Memory
 from .driver cimport hxa_batch, hxa_desc, hxa_op
 
 cdef enum: ACTIVE, DONE, FAILED, CANCELLED
-# C8: how much work may finish inside calls before whoever awaits must yield.  A small operation costs 1, a larger copy what it took
-# in units of COST_NANOSECONDS: 128 is roughly a tenth of a millisecond, against 3 to 6 us for the yield.
+# C8: how much work may finish inside calls before whoever awaits must yield.  A small operation costs 1, a larger copy what
+# it took in units of COST_NANOSECONDS: 128 is roughly a tenth of a millisecond, against 3 to 6 us for the yield.
 cdef enum: CREDIT = 128
 cdef enum: COST_NANOSECONDS = 800
 cdef enum: SMALL_BYTES = 16 << 10  # below it the clock would cost more than it tells

@@ -40,7 +40,7 @@ class Coalescer:
         self._core = core
         self._collected: dict[tuple[str, Link], list[_Copy]] = {}
         self._flying: set[Transfer] = set()  # not drained
-        self._unsettled = 0  # batches whose copies have no outcome
+        self._landing: set[asyncio.Future[None]] = set()  # for each batch until its copies have an outcome
         self._failures: list[Exception] = []
         self._structured = False
         self._closed = False
@@ -92,13 +92,15 @@ class Coalescer:
             self._settle(wanted, transfer)
             return
         self._flying.add(transfer)
-        self._unsettled += 1
-        transfer.add_done_callback(lambda transfer: self._landed(wanted, transfer))
+        landing = self._core.loop.create_future()
+        self._landing.add(landing)
+        transfer.add_done_callback(lambda transfer: self._landed(wanted, transfer, landing))
         transfer.drained().add_done_callback(lambda _: self._flying.discard(transfer))
 
-    def _landed(self, copies: list[_Copy], transfer: Transfer) -> None:
-        self._unsettled -= 1
+    def _landed(self, copies: list[_Copy], transfer: Transfer, landing: asyncio.Future[None]) -> None:
         self._settle(copies, transfer)
+        self._landing.discard(landing)
+        landing.set_result(None)
 
     def _settle(self, copies: list[_Copy], transfer: Transfer) -> None:
         error = None if transfer.cancelled() else transfer.exception()
@@ -137,8 +139,8 @@ class Coalescer:
             for transfer in list(self._flying):
                 transfer.cancel()
         interruption = await self._core._all_over(list(self._flying))
-        if self._unsettled:
-            await asyncio.sleep(0)  # for callbacks that were called soon
+        if self._landing:
+            await asyncio.wait(self._landing)
         if interruption is not None:
             raise interruption
         if self._failures and (error is None or isinstance(error, Exception)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 
@@ -120,10 +121,8 @@ async def test_c4_what_a_resumed_task_ends_is_resumed_by_the_loop(world: World, 
     steps: list[str] = []
 
     async def victim() -> None:
-        try:
+        with contextlib.suppress(asyncio.CancelledError, ClosedError):
             await (feed.get() if ending == "feed" else second)
-        except (asyncio.CancelledError, ClosedError):
-            pass
         steps.append("victim")
 
     async def canceller(other: asyncio.Task[None]) -> None:

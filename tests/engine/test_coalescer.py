@@ -189,4 +189,4 @@ async def test_a_coalescer_that_stays_open_keeps_nothing_of_what_is_over(scene: 
         for _ in range(50):
             assert await few.write(scene.here[0:8], scene.remote[0:8]) == 8
         await until(lambda: not few._flying)
-        assert few._unsettled == 0
+        assert not few._landing
