@@ -563,7 +563,8 @@ class Engine(Core):
         """The notifications of `topic` from now on, in an async iterator; those that nobody has taken yet come first.
 
         :param topic: the topic, or None for all.
-        :param limit: messages kept before new ones are dropped and counted.
+        :param limit: messages kept before new ones are dropped and counted.  Whatever it is, a queue holds 16 MiB, in which a
+            message counts its bytes and 256 more.
         """
         self._must_be_open()
         assert self._topics is not None
@@ -572,7 +573,8 @@ class Engine(Core):
     async def room(self, nbytes: int = 0) -> None:
         """Waits until `nbytes` more may be in flight, for engines with ``max_bytes_in_flight``; first come, first served.
 
-        What fits when it returns fits until the caller awaits something else::
+        What is submitted without it may pass those who wait.  What fits when it returns fits until the caller awaits
+        something else::
 
             await engine.room(len(data))
             transfer = engine.write(data, remote)
