@@ -11,7 +11,7 @@ driver `faulty`, and computing a layer takes `--slack` times as long as its tran
 hide all but the last one.  The floor is one layer's transfer, measured in the same turns over the same link.
 
 The JSON (schema 1): schema, benchmark ("streaming"), started, seconds, arguments, commit, machine, versions as of
-ladder.py; rate, in bytes per second; and figures as of ladder.py, with part "streaming", the model as case, and
+ladder.py; rate, in bytes per second; slack; tokens; and figures as of ladder.py, with part "streaming", the model as case, and
 
     rung "layer"      one layer's transfer, awaited: the floor
     rung "exposed"    from the end of the computation until the last layer is there
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = options.tokens or (512 if options.quick else 4096)
     turns = options.turns or (3 if options.quick else 12)
     report = preamble("streaming", sys.argv[1:] if argv is None else argv)
-    report["rate"] = options.rate
+    report.update(rate=options.rate, slack=options.slack, tokens=tokens)
     began = time.monotonic()
     figures = []
     for loop in loops(options.loop):

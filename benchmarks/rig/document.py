@@ -79,7 +79,7 @@ def _goals(reports: Reports) -> Iterator[str]:
     missed = [
         f"{row.figure} ({loop}) by {row.missed * 100:.0f} %" for row, loop in aimed if row.missed and row.missed > 0
     ]
-    silent = sum(row.verdict == "not measured" for row, _ in aimed)
+    silent = sum(row.missed is None for row, _ in aimed)
     yield f"{met} of {len(aimed)} are met" + (f", {silent} were not measured" if silent else "") + "."
     yield ""
     if missed:

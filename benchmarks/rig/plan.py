@@ -28,6 +28,8 @@ class Plan:
     wake_pace: Pace
     #: Blocks of what takes long or cannot be repeated: large copies, stalls, first touches.
     slow_pace: Pace
+    #: How long a coroutine writes without a pause while the loop's gaps are looked at.
+    busy_seconds: float
     #: Bytes of the regions, at least.
     region: int
     #: Bytes of a transfer into memory that nobody has touched.
@@ -47,6 +49,7 @@ FULL = Plan(
     pace=Pace(15, 0.004),
     wake_pace=Pace(20, 0.02),
     slow_pace=Pace(21, 0.0),
+    busy_seconds=0.05,
     region=128 * MIB,
     touch=16 * MIB,
     connections=200,
@@ -58,6 +61,7 @@ QUICK = Plan(
     pace=Pace(7, 0.001),
     wake_pace=Pace(7, 0.004),
     slow_pace=Pace(6, 0.0),
+    busy_seconds=0.01,
     region=64 * MIB,
     touch=4 * MIB,
     connections=8,

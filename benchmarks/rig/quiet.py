@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from time import perf_counter_ns
 
 from rig.blocks import Rung, Series, estimate, interleave
@@ -13,6 +14,9 @@ from rig.pair import Pair
 from rig.plan import Plan
 
 __all__ = ["measure_idle", "measure_stall", "measure_touch"]
+
+#: Bytes of writes that are done inside of the call: a usual one, and the largest.
+INLINE = (4 << 10, 1 << 20)
 
 
 class Ticker:
@@ -41,7 +45,10 @@ class Ticker:
 
 
 async def measure_stall(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """The longest gap of a 1 ms ticker while the largest write is awaited, beside the same ticker on an idle loop."""
+    """The longest gap of a 1 ms ticker on a loop at work, beside the same ticker on an idle one.
+
+    While the largest write is awaited, which threads carry out, and while a coroutine writes without a pause.
+    """
     engine, kv, remote = pair.engine, pair.local, pair.remote
     size = max(plan.sizes)
     seconds = 0.0
@@ -62,8 +69,34 @@ async def measure_stall(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figu
 
     await write(1)
     series = await interleave([Rung("idle loop", idle), Rung("write", write)], plan.slow_pace)
-    for figure in compare(series, part="stall", loop=loop, case="longest gap", verb="write", nbytes=size, cpu=False):
+    for figure in _gaps(series, loop, "longest gap", size):
         yield figure
+    seconds = plan.busy_seconds
+    for size in INLINE:
+        series = await interleave([Rung("idle loop", idle), _busy(pair, size, seconds)], plan.slow_pace)
+        for figure in _gaps(series, loop, "no pause", size):
+            yield figure
+
+
+def _gaps(series: list[Series], loop: str, case: str, size: int) -> Iterator[Figure]:
+    """Beside the medians of the longest gaps, the longest of all."""
+    figures = compare(series, part="stall", loop=loop, case=case, verb="write", nbytes=size, cpu=False)
+    for figure, one in zip(figures, series, strict=True):
+        yield replace(figure, extra={"worst_ms": max(one.nanoseconds) / 1e6})
+
+
+def _busy(pair: Pair, size: int, seconds: float) -> Rung:
+    """A coroutine that awaits nothing but writes that are done at once."""
+    engine, kv, remote = pair.engine, pair.local, pair.remote
+
+    async def write(_: int) -> int:
+        end = perf_counter_ns() + round(seconds * 1e9)
+        ticker = Ticker()
+        while perf_counter_ns() < end:
+            await engine.write(kv[:size], remote[:size])
+        return ticker.stop()
+
+    return Rung("writes", write)
 
 
 async def measure_touch(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:

@@ -64,6 +64,13 @@ def test_every_part_in_json_and_for_people(cache: Path, tmp_path: Path) -> None:
     ranges = [(f["verb"], f["bytes"], f["rung"]) for f in figures if f["part"] == "range"]
     rungs = ("copy", "driver", "core", "ready", "fresh")
     assert ranges == [(verb, size, rung) for verb in ("write", "read") for size in (8, 1 << 20) for rung in rungs]
+    # The loop under one large write, and under inline writes without a pause.
+    stalls = [(f["rung"], f["bytes"]) for f in figures if f["part"] == "stall"]
+    assert stalls == [
+        (rung, size)
+        for rung, size in (("write", 1 << 20), ("writes", 4096), ("writes", 1 << 20))
+        for rung in ("idle loop", rung)
+    ]
     # For people: each figure of a range stands beside its ratio.
     row = next(line for line in done.stdout.splitlines() if line.startswith("  1 MiB"))
     assert row.count(" x") == len(rungs) - 1

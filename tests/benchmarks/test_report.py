@@ -100,6 +100,42 @@ def test_speed_of_a_copy_is_the_other_way_round() -> None:
     assert found["128 MiB write"].verdict == "missed by 20 %"
 
 
+def test_a_goal_is_met_only_by_what_it_names() -> None:
+    """What a rough run measures instead stands there, without a verdict."""
+    quick = [
+        figure("stall", "write", 1.0, bytes=16 << 20),
+        figure("idle", "engine", 0.0, 1e6, case="8 connections, 1 s"),
+        figure("streaming", "exposed", 1.1, case="Llama-3-8B"),
+    ]
+    found = rows(quick)
+    for what, goal in (
+        ("the loop's longest gap under a 16 MiB write", "< 2 ms (of 128 MiB)"),
+        ("idle engine, 8 connections, 1 s", "< 0.02 CPU s (of 200 connections, 5 s)"),
+        (
+            "layer streaming, Llama-3-8B, TP8, 4 KiB a layer: exposed",
+            "<= 1.3 x one layer (of Llama-3-70B and DeepSeek-V3)",
+        ),
+    ):
+        row = found[what]
+        assert (row.goal, bool(row.measured), row.verdict) == (goal, True, "")
+    full = [
+        figure("stall", "write", 1.0, bytes=128 << 20),
+        figure("idle", "engine", 0.0, 1e6, case="200 connections, 5 s"),
+        figure("streaming", "exposed", 1.1, case="Llama-3-70B"),
+    ]
+    assert [row.verdict for row in rows(full).values() if row.measured] == ["met"] * 3
+    report = {"slack": 0.5, "figures": full}
+    (row,) = (row for row in goals(Reports({"streaming": report}), "asyncio") if "streaming" in row.figure)
+    assert (row.goal, row.verdict) == ("<= 1.3 x one layer (where computing takes as long as the transfer)", "")
+
+
+def test_the_worst_stall_under_inline_writes_is_shown() -> None:
+    found = rows([figure("stall", "writes", 1.1, 1.2e6, extra={"worst_ms": 3.4})])
+    row = found["the loop's longest gap under 4 KiB writes without a pause"]
+    assert row.measured == "1.20 ms, 1.10x (0.99..1.21) an idle loop's; the worst of 7: 3.40 ms"
+    assert (row.goal, row.verdict) == ("", "")
+
+
 def test_against_the_better_of_two() -> None:
     times = {"hixl_async, asyncio": 30.0, "uvloop streams": 50.0, "sock_recv_into, asyncio": 90.0, "gloo": 300.0}
     found = rows(side_by_side=[series(name, [time]) for name, time in times.items()])
