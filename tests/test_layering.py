@@ -24,6 +24,7 @@ PACKAGE = ROOT / "hixl_async"
 #: From the bottom up.  A module imports from lower rows, and from the folder it is in.
 LAYERS = (
     {"errors", "types", "probes", "device"},
+    {"arguments"},
     {"config"},
     {"_link"},
     {"_memory"},

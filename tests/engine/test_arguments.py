@@ -1,0 +1,32 @@
+"""The checks that many calls share."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy
+import pytest
+
+from hixl_async import InvalidArgumentError
+from hixl_async.arguments import positive_seconds
+
+
+@pytest.mark.parametrize("value", [1, 0.25, 1e300, Fraction(1, 3), numpy.float32(2), numpy.int64(3)])
+def test_a_time(value: Any) -> None:
+    seconds = positive_seconds("stall", value)
+    assert type(seconds) is float
+    assert seconds == float(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0, -1, -0.0, 0.0, float("nan"), float("inf"), float("-inf"), 10**400, -(10**400), 10**5000,
+        True, False, None, "1", b"1", [1], 1j, numpy.float32("nan"), numpy.bool_(True), numpy.ones(2),
+    ],
+    ids=lambda value: f"{type(value).__name__}-{str(value)[:8] if not isinstance(value, int) else value.bit_length()}",
+)  # fmt: skip
+def test_no_time(value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="^stall must be"):
+        positive_seconds("stall", value)
