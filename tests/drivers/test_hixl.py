@@ -802,6 +802,28 @@ def test_abandoned_before_it_began(opened: Maker, sim: Sim) -> None:
     assert first.wait(world.left) == vt.TIMEOUT
 
 
+@pytest.mark.parametrize("end", ["cancel", "abandon", "stop"])
+@only("comm")
+def test_what_is_ended_right_after_its_submission_ends(opened: Maker, sim: Sim, end: str) -> None:
+    """Whenever the strand of the link looks, it finds the op before it finds the word that ends it."""
+    a = opened()
+    b = opened()
+    world = warm(World(*vt.join(a, b)))
+    for i in range({"cancel": 200, "abandon": 10, "stop": 20}[end]):
+        ops = [world.write(k * 8, k * 8, 8) for k in range(i % 3 + 1)]
+        if end == "cancel":
+            early = world.left.cancel(ops[-1])
+            assert (ops[-1].wait(world.left) == vt.CANCELLED) == bool(early)
+        elif end == "abandon":
+            a.vt.abandon(world.left.handle, ops[-1].pointer)
+            assert ops[-1].wait(world.left) in (vt.OK, vt.TIMEOUT)
+        else:
+            world.left.stop().wait(world.left)
+            assert all(op.released for op in ops)
+            world.left.free()
+            world = World(*vt.join(a, b), size=4096)
+
+
 def test_a_link_that_cannot_be_made_again_is_down(world: World, sim: Sim) -> None:
     sim.set(FAULTS="connect;submit@1", LATENCY_US=100)
     ops = [world.write(i * 8, i * 8, 8) for i in range(10)]

@@ -57,6 +57,7 @@ void Strand::run_tasks() {
             taken.swap(tasks_);
             posted_.store(0);
         }
+        arrive();
         for (Task &task : taken) task();
     }
 }

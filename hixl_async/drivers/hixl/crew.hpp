@@ -47,6 +47,8 @@ class Strand : public std::enable_shared_from_this<Strand> {
     virtual void moving(const char *call, uint64_t ns) { (void)call, (void)ns; }
     // Runs what was posted.
     void run_tasks();
+    // Before what was posted runs: whatever was put down before it was posted is there.
+    virtual void arrive() {}
 
     Crew &crew_;
 

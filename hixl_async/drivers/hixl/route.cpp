@@ -218,8 +218,8 @@ void Route::moving(const char *call, uint64_t ns) {
 uint64_t Route::turn(uint64_t now) {
     uint64_t next = NEVER;
     now_ = now;
-    take_inbox();
     run_tasks();
+    take_inbox();
     const bool more = launch();
     if (broken_) cut(breakage_);
     if (flights_ != 0 && !cutting_) look();

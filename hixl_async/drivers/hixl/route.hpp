@@ -29,6 +29,8 @@ class Route : public Strand {
 
   protected:
     uint64_t turn(uint64_t now) override;
+    // An op that is stopped, cancelled or abandoned right after its submission has to be found in our lists.
+    void arrive() override { take_inbox(); }
     void stuck(const char *call, uint64_t ns) override;
     void moving(const char *call, uint64_t ns) override;
 
