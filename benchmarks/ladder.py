@@ -22,6 +22,7 @@ The JSON (schema 1)::
     machine       cpu, cpus, memory_bytes, kernel, libc, load_1min (at the start)
     versions      python, hixl_async, uvloop, numpy, cython; null: not installed
     driver        the driver that carried the transfers
+    skipped       parts that cannot be measured here, each with the reason
     figures       a list of:
         part         "range" | "list" | "post" | "flight" | "rate" | "notify" | "stall" | "touch" | "idle" | "device"
         loop         "asyncio" | "uvloop"
@@ -57,7 +58,7 @@ from rig.device import measure_device
 from rig.figure import Figure
 from rig.machine import heading, preamble
 from rig.pair import Pair, open_pair, run_loop
-from rig.plan import FULL, QUICK, RUNGS, Plan
+from rig.plan import FULL, QUICK, RUNGS, Plan, Skipped
 from rig.quiet import measure_idle, measure_stall, measure_touch
 from rig.wakes import measure_notify
 
@@ -89,14 +90,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-async def climb(loop: str, plan: Plan, parts: Sequence[str], pin: tuple[int, int] | None) -> tuple[str, list[Figure]]:
-    """All parts on one pair of processes; the driver's name and the figures."""
+async def climb(
+    loop: str, plan: Plan, parts: Sequence[str], pin: tuple[int, int] | None
+) -> tuple[str, list[Figure], dict[str, str]]:
+    """All parts on one pair of processes; the driver's name, the figures, and what was skipped and why."""
     async with open_pair(loop, plan.region_bytes, pin) as pair:
-        figures = []
+        figures, skipped = [], {}
         for part in parts:
             print(f"{loop}: {part} ...", file=sys.stderr, flush=True)
-            figures += [figure async for figure in PARTS[part](pair, loop, plan)]
-        return pair.remote.link.driver.name, figures
+            try:
+                figures += [figure async for figure in PARTS[part](pair, loop, plan)]
+            except Skipped as reason:
+                skipped[part] = str(reason)
+                print(f"  skipped: {reason}", file=sys.stderr, flush=True)
+        return pair.remote.link.driver.name, figures, skipped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     figures: list[Figure] = []
     for loop in loops(options.loop):
-        report["driver"], found = run_loop(climb(loop, plan, options.parts, options.pin), loop)
+        report["driver"], found, report["skipped"] = run_loop(climb(loop, plan, options.parts, options.pin), loop)
         figures += found
     report["seconds"] = round(time.monotonic() - began, 1)
     report["figures"] = [figure.as_json() for figure in figures]
@@ -128,6 +135,9 @@ def render(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "Medians over blocks that take turns; xN is the median ratio to the floor (left, or as named) in each turn."
     yield from table.render([Figure.from_json(figure) for figure in report["figures"]])
+    for part, why in report.get("skipped", {}).items():
+        yield ""
+        yield f"{table.TITLES[part]}: skipped, for {why}"
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from rig.blocks import Pace, Series, estimate, interleave
 from rig.command import add_json_choice, publish
 from rig.machine import heading, preamble
 from rig.side import ASK, Kind, Work
-from rig.table import align, digits, nbytes, seconds
+from rig.table import align, digits, seconds
 from rig.team import Team, TeamError, open_team
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report["contestants"].append({"name": one.name, "version": one.version, "state": state})
         series, absent = [], []
         for work in works:
-            print(f"{describe(work)} ...", file=sys.stderr, flush=True)
+            print(f"{work.describe()} ...", file=sys.stderr, flush=True)
             found = asyncio.run(measure(teams, work, options.quick))
             series += [(work, one) for one in found]
             there = {one.rung for one in found}
@@ -160,19 +160,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def describe(work: Work) -> str:
-    """In words."""
-    several = {
-        "list": f"{work.parts} blocks, prepared",
-        "rows": f"{work.parts} blocks, array in",
-        "flight": f"{work.parts} in flight",
-        "idle": f"{work.parts / 1000:g} s",
-    }
-    return ", ".join(
-        word for word in (work.kind, nbytes(work.size) if work.size else "", several.get(work.kind)) if word
-    )
-
-
 def render(report: dict[str, Any]) -> Iterator[str]:
     """A table per kind of work; who could not be measured at all comes first, and who is not in a table below it."""
     for one in report["contestants"]:
@@ -183,7 +170,7 @@ def render(report: dict[str, Any]) -> Iterator[str]:
         mine = [one for one in report["series"] if (one["kind"], one["size"], one["parts"]) == work]
         first = mine[0]
         yield ""
-        yield f"{describe(work)}: {ASK[work.kind]}"
+        yield f"{work.describe()}: {ASK[work.kind]}"
         rows = [["", "median", "95 %", f"to {first['contestant']}", "CPU, both sides", "CPU s per GB"]]
         for one in mine:
             value = estimate(one["nanoseconds"])

@@ -13,13 +13,14 @@ KV streams, one-sided.  `sockets`: gathered, sent with sock_sendall, received wi
 same with torch.distributed.  The first request of every case is verified byte by byte (CRC-32 of each layer).
 
 The JSON (schema 1): schema, benchmark ("sweep"), started, seconds, arguments, commit, machine, versions as of ladder.py;
-model, ranks, missing ({carrier: how to install it}) and
+model, ranks, flops, missing ({carrier: how to install it}) and
 
     cases   a list of:
         loop, carrier, tokens, requests
         layer_bytes     of one request on one rank
         layer_seconds   of the computation
         turns           a list, one per turn, of:
+            opening_ns      until there were blocks for a request on both sides, before its computation, median over requests
             latency_ns      of a layer's transfer: from computed to landed, median over layers and requests
             exposed_ns      from the end of a request's computation until it is all there, median over requests
             first_token_ns  from the arrival until decoding can begin (TTFT), median over requests
@@ -115,6 +116,7 @@ async def _turn(carrier: Carrier, load: Load, count: int, pause: float) -> dict[
     cpu = carrier.cpu_ns() - cpu
     first = [course.first_token for course in courses]
     return {
+        "opening_ns": statistics.median(course.opening for course in courses),
         "latency_ns": statistics.median(one for course in courses for one in course.latencies),
         "exposed_ns": statistics.median(course.exposed for course in courses),
         "first_token_ns": statistics.median(first),
@@ -132,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = options.requests or ((1, 3) if options.quick else (1, 2, 4, 8, 16, 32))
     options.turns = options.turns or (2 if options.quick else 3)
     report = preamble("sweep", sys.argv[1:] if argv is None else argv)
-    report.update(model=shape.name, ranks=options.ranks, missing={})
+    report.update(model=shape.name, ranks=options.ranks, flops=options.flops, missing={})
     for name, (module, install) in MISSING.items():
         if name in options.carriers and find_spec(module) is None:
             report["missing"][name] = install
@@ -155,13 +157,16 @@ def render(report: dict[str, Any]) -> Iterator[str]:
     """A table per event loop."""
     for name, install in report["missing"].items():
         yield f"{name}: not installed: {install}"
+    yield ""
+    device = f"{report['flops'] / 1e12:g} TFLOP/s" if "flops" in report else "its speed"
+    yield f"Computing is simulated: a thread sleeps as long as a device of {device} would take, so it needs no CPU of its own."
+    yield "hixl_async asks the decode process for blocks and opens a stream before a request is computed (opened in); what the"
+    yield "two-sided carriers write to was set aside before the run."
     for loop in dict.fromkeys(case["loop"] for case in report["cases"]):
         yield ""
         yield f"{report['model']}, one of {report['ranks']} ranks; medians over turns ({loop})"
-        head = (
-            "tokens, requests, a layer, computed in, carrier, layer latency, exposed, TTFT, slowest, tokens/s, CPU s/GB"
-        )
-        rows = [head.split(", ")]
+        head = "tokens, requests, a layer, computed in, carrier, opened in, layer latency, exposed, TTFT, slowest, tokens/s"
+        rows = [[*head.split(", "), "CPU s/GB"]]
         for case in (case for case in report["cases"] if case["loop"] == loop):
             found = {key: estimate([turn[key] for turn in case["turns"]]).median for key in case["turns"][0]}
             rows.append(
@@ -171,6 +176,7 @@ def render(report: dict[str, Any]) -> Iterator[str]:
                     nbytes(case["layer_bytes"]),
                     seconds(case["layer_seconds"] * 1e9),
                     case["carrier"],
+                    seconds(found["opening_ns"]) if "opening_ns" in found else "",
                     *(seconds(found[key]) for key in ("latency_ns", "exposed_ns", "first_token_ns", "last_token_ns")),
                     f"{found['tokens_per_s']:,.0f}",
                     digits(found["cpu_s_per_GB"]),

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Bar", "Curve", "Panel", "Plot", "bars", "curves"]
+__all__ = ["Band", "Bar", "Curve", "Panel", "Plot", "bars", "curves"]
 
 STYLE = """
 text { font-family: Inter, "Segoe UI", Helvetica, Arial, sans-serif; font-size: 12px; fill: #24292f }
@@ -54,6 +54,13 @@ class Plot(NamedTuple):
     title: str
     places: Sequence[str]
     curves: Sequence[Curve]
+
+
+class Band(NamedTuple):
+    """Plots side by side, on one axis."""
+
+    title: str
+    plots: Sequence[Plot]
 
 
 class Picture:
@@ -115,10 +122,18 @@ def bars(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
     return picture.finish()
 
 
-def curves(title: str, subtitle: str, plots: Sequence[Plot], unit: str) -> str:
-    """Curves on one logarithmic axis that all plots share, plots side by side."""
+def curves(title: str, subtitle: str, bands: Sequence[Band], unit: str) -> str:
+    """Curves on logarithmic axes, one for each band; bands one below the other."""
     picture = Picture(title, subtitle)
-    _legend(picture, [curve.label for curve in plots[0].curves])
+    _legend(picture, [curve.label for curve in bands[0].plots[0].curves])
+    for band in bands:
+        picture.y += 34
+        picture.text(MARGIN, picture.y, band.title)
+        _plots(picture, band.plots, unit)
+    return picture.finish()
+
+
+def _plots(picture: Picture, plots: Sequence[Plot], unit: str) -> None:
     values = [value for plot in plots for curve in plot.curves for value in curve.values if value > 0]
     low = math.floor(math.log10(min(values)))
     decades = max(1, math.ceil(math.log10(max(values))) - low)
@@ -145,7 +160,6 @@ def curves(title: str, subtitle: str, plots: Sequence[Plot], unit: str) -> str:
             for px, py in points:
                 picture.shape("circle", cx=px, cy=py, r=2.5, fill=ink)
     picture.y = top + height + 22
-    return picture.finish()
 
 
 def _legend(picture: Picture, labels: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from time import perf_counter_ns
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from rig.blocks import Rung, interleave
 from rig.figure import Figure, compare
 from rig.pair import Pair
-from rig.plan import Plan
+from rig.plan import Plan, Skipped
 
 __all__ = ["measure_device"]
 
@@ -20,15 +19,16 @@ SIZES = (4 << 10, 1 << 20, 16 << 20)
 
 
 async def measure_device(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """Tensors of a GPU to and from the peer's region, beside torch's own copy over the same mapped pages."""
+    """Tensors of a GPU to and from the peer's region, beside torch's own copy over the same mapped pages.
+
+    :raises Skipped: without torch, or without a GPU that it sees.
+    """
     if find_spec("torch") is None:
-        print("  skipped: torch is not installed", file=sys.stderr)
-        return
+        raise Skipped("torch is not installed")
     import torch
 
     if not torch.cuda.is_available():
-        print("  skipped: torch sees no GPU", file=sys.stderr)
-        return
+        raise Skipped("torch sees no GPU")
     pages = (ctypes.c_uint8 * len(pair.remote)).from_address(pair.mapped)
     mapped = torch.frombuffer(pages, dtype=torch.uint8)
     for verb in ("write", "read"):

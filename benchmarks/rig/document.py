@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 from rig import charts
+from rig.ahead import ahead
 from rig.blocks import estimate
 from rig.goals import Reports, goals
 from rig.table import digits, nbytes, seconds
@@ -36,7 +39,9 @@ def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str]
     yield "# Results"
     yield ""
     yield "Written by `benchmarks/report.py`. Medians, and ratios to a floor or a peer of the same run; in brackets their 95 %"
-    yield "interval. Ratios are formed turn by turn, so that what else the machine did cancels out."
+    yield "interval. Ratios are formed turn by turn, so that what slows both sides of a turn cancels out: a slower clock, a"
+    yield "share of the memory's bandwidth. It does not cancel where one side spins (NIXL's progress thread, ucxx, gloo,"
+    yield "and who polls for notifications): they need whole CPUs, and lose slices of the scheduler to whatever else there is."
     yield ""
     memory = f"{about['memory_bytes'] / 2**30:.0f} GiB"
     yield f"- Machine: {about['cpu']}, {about['cpus']} CPUs, {memory}, Linux {about['kernel']}, {about['libc']}"
@@ -55,6 +60,13 @@ def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str]
     yield ""
     yield from _goals(Reports(reports))
     yield ""
+    yield "## Where others are ahead"
+    yield ""
+    lines = list(ahead(reports))
+    yield from (f"- {line}" for line in lines)
+    if not lines:
+        yield "Nowhere in this run."
+    yield ""
     if remarks:
         yield remarks.strip()
         yield ""
@@ -65,7 +77,7 @@ def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str]
         yield f"## {TITLES[name]}"
         yield ""
         yield "```"
-        yield from list(renders[name](report))[1:]
+        yield from dropwhile(operator.not_, renders[name](report))
         yield "```"
         yield ""
 
@@ -145,23 +157,27 @@ def _bars(series: list[dict[str, Any]], kind: str, size: int, count: int, column
 def _sweep(report: dict[str, Any]) -> str:
     cases = [case for case in report["cases"] if case["loop"] == report["cases"][-1]["loop"]]
     counts = sorted({case["requests"] for case in cases})
-    plots = []
-    for tokens in sorted({case["tokens"] for case in cases}):
-        lines = [
-            charts.Curve(
-                carrier,
-                [
-                    estimate([turn["exposed_ns"] for turn in case["turns"]]).median / 1e6
-                    for count in counts
-                    for case in cases
-                    if (case["tokens"], case["requests"], case["carrier"]) == (tokens, count, carrier)
-                ],
-            )
-            for carrier in dict.fromkeys(case["carrier"] for case in cases)
-        ]
-        plots.append(charts.Plot(f"{tokens} tokens", [str(count) for count in counts], lines))
-    title = f"{report['model']}, one of {report['ranks']} ranks: what the transfer adds to the first token"
-    subtitle = (
-        f"Time from the end of prefill until decoding can begin, by requests at once; {cases[0]['loop']}, logarithmic"
-    )
-    return charts.curves(title, subtitle, plots, "ms")
+    bands = []
+    for measure, what in (
+        ("exposed_ns", "From the end of prefill until decoding can begin"),
+        ("first_token_ns", "From the arrival of all requests until decoding can begin: time to first token"),
+    ):
+        plots = []
+        for tokens in sorted({case["tokens"] for case in cases}):
+            lines = [
+                charts.Curve(
+                    carrier,
+                    [
+                        estimate([turn[measure] for turn in case["turns"]]).median / 1e6
+                        for count in counts
+                        for case in cases
+                        if (case["tokens"], case["requests"], case["carrier"]) == (tokens, count, carrier)
+                    ],
+                )
+                for carrier in dict.fromkeys(case["carrier"] for case in cases)
+            ]
+            plots.append(charts.Plot(f"{tokens} tokens", [str(count) for count in counts], lines))
+        bands.append(charts.Band(what, plots))
+    title = f"{report['model']}, one of {report['ranks']} ranks: from prefill to decode"
+    subtitle = f"Medians over requests, by requests at once; {cases[0]['loop']}, logarithmic; lower is better"
+    return charts.curves(title, subtitle, bands, "ms")

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 
 from rig.blocks import Pace
 
-__all__ = ["FULL", "QUICK", "RUNGS", "Plan"]
+__all__ = ["FULL", "QUICK", "RUNGS", "Plan", "Skipped"]
 
 #: From the floor up; the floor is always measured.
 RUNGS = ("copy", "driver", "core", "ready", "fresh")
 
 KIB, MIB = 1 << 10, 1 << 20
+
+
+class Skipped(Exception):
+    """A part that cannot be measured here; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,8 @@ class Course:
     computed: list[int]
     #: When each was in the decode process.
     landed: list[int]
+    #: How long it took until there were blocks for it on both sides, and a way to them.
+    opening: int = 0
 
     @property
     def first_token(self) -> int:
@@ -65,7 +67,9 @@ async def run_requests(
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
                 await free.acquire()
-                request, course = await carrier.begin(check), Course(arrived, [], [])
+                start = time.monotonic_ns()
+                request = await carrier.begin(check)
+                course = Course(arrived, [], [], time.monotonic_ns() - start)
                 courses.append(course)
                 ready.put((request, course))
                 group.create_task(follow(request, course))

@@ -9,6 +9,8 @@ from multiprocessing.connection import Connection
 from time import perf_counter_ns
 from typing import Any, Literal, NamedTuple, Protocol
 
+from rig.table import nbytes
+
 __all__ = ["ASK", "BLOCK_STRIDE", "Initiator", "Kind", "Work", "idle", "new_loop", "page_memory", "serve_line"]
 
 Kind = Literal["write", "list", "rows", "flight", "notify", "deliver", "idle"]
@@ -41,6 +43,16 @@ class Work(NamedTuple):
     def span(self) -> int:
         """Bytes of memory that it goes over."""
         return self.size * (1 if self.parts == 1 else self.parts * BLOCK_STRIDE)
+
+    def describe(self) -> str:
+        """In words."""
+        several = {
+            "list": f"{self.parts} blocks, prepared",
+            "rows": f"{self.parts} blocks, array in",
+            "flight": f"{self.parts} in flight",
+            "idle": f"{self.parts / 1000:g} s",
+        }
+        return ", ".join(filter(None, (self.kind, nbytes(self.size) if self.size else "", several.get(self.kind))))
 
 
 class Initiator(Protocol):

@@ -53,7 +53,7 @@ def test_every_part_in_json_and_for_people(cache: Path, tmp_path: Path) -> None:
     assert (report["schema"], report["benchmark"]) == (1, "ladder")
     assert report.keys() == {
         *("schema", "benchmark", "started", "seconds", "arguments", "commit", "machine", "versions", "driver"),
-        "figures",
+        *("skipped", "figures"),
     }
     figures = report["figures"]
     for figure in figures:
@@ -80,8 +80,12 @@ def test_what_is_skipped_says_why(cache: Path) -> None:
     """Without a GPU that torch sees; with one the figures are there."""
     done = ladder(cache, "--quick", "--loop=asyncio", "--parts", "device", "--sizes", "64", "--json")
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)["figures"]
-    assert bool(figures) is not ("skipped: torch" in done.stderr)
+    report = json.loads(done.stdout)
+    assert bool(report["figures"]) is not ("skipped: torch" in done.stderr)
+    if not report["figures"]:
+        why = report["skipped"]["device"]
+        assert why.startswith("torch ")
+        assert f"A GPU's memory as the local side: skipped, for {why}" in done.stderr
 
 
 def test_standard_output_is_json_alone(cache: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("numpy")
 
-from rig.charts import Bar, Curve, Panel, Plot, bars, curves
+from rig.ahead import ahead
+from rig.charts import Band, Bar, Curve, Panel, Plot, bars, curves
 from rig.goals import NIXL_ASYNCIO, NIXL_SPIN, Reports, Row, goals
 
 from .program import report, run
@@ -136,6 +137,23 @@ def test_the_worst_stall_under_inline_writes_is_shown() -> None:
     assert (row.goal, row.verdict) == ("", "")
 
 
+def test_where_others_are_ahead() -> None:
+    side = [series("hixl_async, asyncio", [10.0, 20.0]), series("NIXL", [9.0, 18.0]), series("gloo", [30.0, 60.0])]
+    keys = ("latency_ns", "exposed_ns", "first_token_ns", "last_token_ns", "tokens_per_s", "cpu_s_per_GB")
+    ours, theirs = dict.fromkeys(keys, 2e6), {**dict.fromkeys(keys, 3e6), "first_token_ns": 1e6}
+    cases = [
+        {"loop": "asyncio", "carrier": name, "tokens": 512, "requests": 1, "turns": [turn]}
+        for name, turn in (("hixl_async", ours), ("sockets", theirs))
+    ]
+    assert list(ahead({"side_by_side": {"series": side}, "sweep": {"cases": cases}})) == [
+        "write, 4 KiB, time: hixl_async, asyncio 15.0 ns; NIXL 13.5 ns",
+        "write, 4 KiB, CPU time: hixl_async, asyncio 15.0 ns; NIXL 13.5 ns",
+        "prefill and decode, TTFT: sockets in 1 of 1 cases, by 50.0 % to 50.0 %, 50.0 % in the median (1.00 ms)",
+        "prefill and decode, tokens/s: sockets in 1 of 1 cases, by 50.0 % to 50.0 %, 50.0 % in the median",
+    ]
+    assert list(ahead({})) == []
+
+
 def test_against_the_better_of_two() -> None:
     times = {"hixl_async, asyncio": 30.0, "uvloop streams": 50.0, "sock_recv_into, asyncio": 90.0, "gloo": 300.0}
     found = rows(side_by_side=[series(name, [time]) for name, time in times.items()])
@@ -163,7 +181,7 @@ def test_bars() -> None:
 
 def test_curves() -> None:
     plots = [Plot("A", ["1", "2"], [Curve("x", [1, 10]), Curve("y", [5, 50])]), Plot("B", ["1"], [Curve("x", [3])])]
-    root = ET.fromstring(curves("T", "S", plots, "ms"))
+    root = ET.fromstring(curves("T", "S", [Band("R", plots)], "ms"))
     lines = [one.get("points", "").split() for one in root.iter(f"{SVG}polyline")]
     assert [len(line) for line in lines] == [2, 2, 1]
     # More is higher: a smaller y.
@@ -205,6 +223,11 @@ def test_it_runs_what_it_reports(tmp_path: Path) -> None:
     done = run("report.py", "--quick", "--only", "streaming", "--to", str(tmp_path), "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "streaming.json").read_text())["benchmark"] == "streaming"
-    assert "layer streaming, Llama-3-70B" in (tmp_path / "out" / "RESULTS.md").read_text()
+    text = (tmp_path / "out" / "RESULTS.md").read_text()
+    assert "layer streaming, Llama-3-70B" in text
+    # What is not measured is marked, the legend is there, and nobody's remarks are.
+    assert text.count("whole (calculated)") == 1 + 2 * text.count("What is left of the transfer when")
+    assert "Computing is simulated" in text
+    assert "## Remarks" not in text
     (tmp_path / "empty").mkdir()
     assert run("report.py", "--from", str(tmp_path / "empty")).returncode == 1

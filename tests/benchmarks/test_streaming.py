@@ -43,6 +43,7 @@ def test_sweep() -> None:
         *("--carriers", "hixl_async", "sockets", "--model", "SmolLM2-135M", "--ranks", "1", "--slots", "2"),
     )
     assert (content["model"], content["ranks"], content["missing"]) == ("SmolLM2-135M", 1, {})
+    assert content["flops"] == 150e12
     cases = {(one["carrier"], one["tokens"], one["requests"]): one for one in content["cases"]}
     assert list(cases) == [(name, 48, count) for count in (1, 5) for name in ("hixl_async", "sockets")]
     for case in cases.values():
@@ -50,7 +51,15 @@ def test_sweep() -> None:
         assert len(case["turns"]) == 2
         for turn in case["turns"]:
             assert turn.keys() == {
-                *("latency_ns", "exposed_ns", "first_token_ns", "last_token_ns", "tokens_per_s", "cpu_s_per_GB")
+                *(
+                    "opening_ns",
+                    "latency_ns",
+                    "exposed_ns",
+                    "first_token_ns",
+                    "last_token_ns",
+                    "tokens_per_s",
+                    "cpu_s_per_GB",
+                )
             }
             assert 0 < turn["exposed_ns"] <= turn["first_token_ns"] <= turn["last_token_ns"]
             assert turn["tokens_per_s"] == pytest.approx(48 * case["requests"] / turn["last_token_ns"] * 1e9)
