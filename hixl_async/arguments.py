@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from numbers import Real
+from operator import index
 
 from .errors import InvalidArgumentError
 
-__all__ = ["positive_seconds"]
+__all__ = ["positive_seconds", "whole_number"]
 
 
 def positive_seconds(name: str, value: object) -> float:
@@ -23,3 +25,14 @@ def positive_seconds(name: str, value: object) -> float:
         if 0 < seconds < float("inf"):
             return seconds
     raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {value!r}")
+
+
+def whole_number(name: str, value: object) -> int:
+    """`value` as an int, whatever library it is an integer of; True and False are none.
+
+    :raises InvalidArgumentError: if it is no whole number; the message says `name`.
+    """
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return index(value)  # type: ignore[arg-type]
+    raise InvalidArgumentError(f"{name} must be a whole number, not {value!r}")

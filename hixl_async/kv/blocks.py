@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..arguments import positive_seconds, whole_number
 from ..errors import ClosedError, InvalidArgumentError, RangeError
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ class Blocks:
         """One layer of these blocks, to be pushed.
 
         :raises RangeError: if there is no such layer.
+        :raises InvalidArgumentError: if it is no whole number.
         """
-        if not isinstance(layer, int):
-            raise InvalidArgumentError(f"index blocks with the number of a layer, not with {layer!r}")
+        layer = whole_number("layer", layer)
         if not 0 <= layer < self.pool.layout.layers:
             raise RangeError(f"layer {layer} does not exist: the layout has {self.pool.layout.layers} layers")
         return LayerBlocks(self, layer)
@@ -85,11 +86,12 @@ class Blocks:
         if self._stream is None:
             if self._closed:
                 raise ClosedError("these blocks were given back")
-            for name, value in (("ttl", ttl), ("stall", stall), ("deadline", deadline)):
-                if value is not None and not value > 0:
-                    raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {value!r}")
-            ttl, stall = (TTL if ttl is None else ttl), (STALL if stall is None else stall)
-            self._stream = self.pool._grant(self, ttl, stall, deadline)
+            self._stream = self.pool._grant(
+                self,
+                TTL if ttl is None else positive_seconds("ttl", ttl),
+                STALL if stall is None else positive_seconds("stall", stall),
+                None if deadline is None else positive_seconds("deadline", deadline),
+            )
         elif (ttl, stall, deadline) != (None, None, None):
             raise InvalidArgumentError("ttl, stall and deadline are fixed by the first call of ticket() or stream()")
         return self._stream

@@ -11,6 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..arguments import positive_seconds
 from ..errors import (
     AccessError,
     BusyError,
@@ -246,8 +247,7 @@ class Pool:
             raise InvalidArgumentError(f"peer must be a peer of the pool's engine, not {peer!r}")
         if peer.state is PeerState.UP and peer not in self.engine.peers:
             raise InvalidArgumentError(f"{peer!r} is a peer of another engine than the pool's; connect this one to it")
-        if not timeout > 0:
-            raise InvalidArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        timeout = positive_seconds("timeout", timeout)
         parsed = Ticket.parse(ticket)
         if parsed.incarnation != peer.identity.incarnation:
             raise TicketError(
@@ -291,7 +291,10 @@ class Pool:
 
         :param timeout: seconds to wait for the peers of open streams; after that the regions are closed without them,
             and the engine sees to it that what they still write reaches nobody.
+        :raises InvalidArgumentError: if `timeout` is neither a positive number nor 0; nothing is closed then.
         """
+        if timeout != 0:
+            timeout = positive_seconds("timeout", timeout)
         self._refuse_work()
         if self._closing is None:
             self._closing = self.engine.loop.create_task(self._close(timeout))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import (
     HixlError,
+    InvalidArgumentError,
     LayoutMismatchError,
     PeerLostError,
     ProtocolError,
@@ -33,7 +34,7 @@ from ..errors import (
 if TYPE_CHECKING:
     from .. import Peer
 
-__all__ = ["WORD", "Abort", "End", "Open", "Outcome", "Ticket", "Verdict", "parse", "service"]
+__all__ = ["WORD", "Abort", "End", "Open", "Outcome", "Ticket", "Verdict", "check_reason", "parse", "service"]
 
 VERSION = 1
 #: Bytes of a layer's signal word.
@@ -47,6 +48,15 @@ GENERATIONS = 1 << 53
 def service(pool: str) -> str:
     """The name under which the pool called `pool` serves its peers' messages."""
     return f"kv/{pool}"
+
+
+def check_reason(reason: object) -> None:
+    """Returns if it can be sent as the reason of an end.
+
+    :raises InvalidArgumentError: if it is no string.
+    """
+    if not isinstance(reason, str):
+        raise InvalidArgumentError(f"reason must be a string, not {reason!r}")
 
 
 class Verdict(Enum):

@@ -9,6 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import whole_number
 from ..errors import (
     ClosedError,
     HixlError,
@@ -23,7 +24,7 @@ from ..errors import (
 from ..types import Ready
 from .blocks import Blocks, LayerBlocks
 from .flights import Flights
-from .protocol import WORD, Abort, End, Open, Outcome, Ticket, Verdict, service
+from .protocol import WORD, Abort, End, Open, Outcome, Ticket, Verdict, check_reason, service
 from .ready import predicate
 from .states import ProducerState
 from .waiting import Waiters
@@ -85,12 +86,12 @@ class PushStream:
             ready) or ``is_set()``, or a callable that answers whether the layer may be read.  It is called on the loop,
             often, and must not block.
         :raises RangeError: if the layer does not exist, or there are more source blocks than the consumer has.
-        :raises InvalidArgumentError: if the layer was pushed before, or `source` is not that layer of blocks of this
-            pool.
+        :raises InvalidArgumentError: if the layer is no whole number or was pushed before, or `source` is not that layer
+            of blocks of this pool.
         :raises StreamAbortedError: if the stream was aborted; likewise `PeerLostError` and `TransferTimeoutError`.
         :raises ClosedError: if the stream, or the source blocks, are closed.
         """
-        question = predicate(ready)
+        question, layer = predicate(ready), whole_number("layer", layer)
         with self._lock:
             if not self._opened:
                 raise ClosedError("the stream is not open: enter it with `async with`, or await it, before pushing")
@@ -106,7 +107,11 @@ class PushStream:
                 raise ClosedError("the engine's event loop is closed") from error
 
     async def abort(self, reason: str = "the producer aborted the stream") -> Outcome:
-        """Gives the stream up; no effect if it has ended.  Answers the outcome, which the consumer has acknowledged."""
+        """Gives the stream up; no effect if it has ended.  Answers the outcome, which the consumer has acknowledged.
+
+        :raises InvalidArgumentError: if `reason` is no string.
+        """
+        check_reason(reason)
         self._stop(reason)
         await self._ended()
         assert self._state.outcome is not None

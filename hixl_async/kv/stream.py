@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ..arguments import whole_number
 from ..errors import BusyError, ClosedError, HixlError, RangeError, TicketError
-from .protocol import Abort, End, Open, Outcome, Ticket, Verdict, service
+from .protocol import Abort, End, Open, Outcome, Ticket, Verdict, check_reason, service
 from .states import ConsumerState
 from .waiting import Waiters
 
@@ -77,8 +78,9 @@ class LayerStream:
 
         :raises BusyError: if the layer has not landed yet.
         :raises RangeError: if there is no such layer.
+        :raises InvalidArgumentError: if it is no whole number.
         """
-        if not self._known(layer):
+        if not self._known(whole_number("layer", layer)):
             self._raise_failure()
             raise BusyError(f"layer {layer} has not landed yet; await stream.layer({layer}) before reading its blocks")
 
@@ -91,7 +93,9 @@ class LayerStream:
             passed.
         :raises LayoutMismatchError: if a producer with another layout used the ticket.
         :raises RangeError: if there is no such layer.
+        :raises InvalidArgumentError: if it is no whole number.
         """
+        layer = whole_number("layer", layer)
         while not self._known(layer):
             self._raise_failure()
             await self._waiters.wait(layer)
@@ -111,7 +115,10 @@ class LayerStream:
 
         The producer stops pushing and tells us when nothing of it can write the blocks any more: that is
         ``blocks.fenced()``.
+
+        :raises InvalidArgumentError: if `reason` is no string.
         """
+        check_reason(reason)
         self._end_by(Outcome(Verdict.ABORTED, reason))
         assert self._state.outcome is not None
         return self._state.outcome

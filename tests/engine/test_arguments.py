@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from hixl_async import InvalidArgumentError
-from hixl_async.arguments import positive_seconds
+from hixl_async.arguments import positive_seconds, whole_number
 
 
 @pytest.mark.parametrize("value", [1, 0.25, 1e300, Fraction(1, 3), numpy.float32(2), numpy.int64(3)])
@@ -30,3 +30,12 @@ def test_a_time(value: Any) -> None:
 def test_no_time(value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="^stall must be"):
         positive_seconds("stall", value)
+
+
+def test_whole_numbers() -> None:
+    for value in (3, numpy.int64(3), numpy.uint8(3)):
+        assert whole_number("layer", value) == 3
+        assert type(whole_number("layer", value)) is int
+    for wrong in (True, None, "3", 3.0, numpy.float64(3), numpy.bool_(True), [3]):
+        with pytest.raises(InvalidArgumentError, match="^layer must be a whole number"):
+            whole_number("layer", wrong)

@@ -231,7 +231,7 @@ async def test_a_peer_of_another_engine() -> None:
             async with source.open_stream(one.peer, ticket) as out:
                 out.push(0, data[0])
             for layer in ("x", None, 1.5):
-                with pytest.raises(InvalidArgumentError, match="number of a layer"):
+                with pytest.raises(InvalidArgumentError, match="layer must be a whole number"):
                     data[layer]
         for pool in (target, source, foreign):
             await pool.aclose()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ from hixl_async.errors import (
 from hixl_async.kv import Pool, Verdict
 
 from .conftest import LAYOUT, Pair, settle
+
+NO_TIMES: list[Any] = [0, -1, float("nan"), float("inf"), 10**400, True, "x"]
 
 
 async def test_blocks_are_lent_and_return(pair: Pair) -> None:
@@ -159,6 +162,17 @@ async def test_a_closed_pool(pair: Pair) -> None:
     assert pair.d.handlers == {}
 
 
+async def test_a_malformed_timeout_closes_nothing(pair: Pair) -> None:
+    for timeout in (None, *NO_TIMES[1:]):
+        with pytest.raises(InvalidArgumentError, match="^timeout must be"):
+            await pair.target.aclose(timeout=timeout)
+    assert not pair.target.closed
+    async with pair.target.reserve(blocks=16):
+        pass
+    await pair.target.aclose(timeout=0)
+    assert pair.d.handlers == {}
+
+
 async def test_tickets(pair: Pair) -> None:
     blocks = await pair.target.reserve(blocks=2)
     ticket = blocks.ticket(ttl=5, stall=1, deadline=9)
@@ -169,9 +183,10 @@ async def test_tickets(pair: Pair) -> None:
     with pytest.raises(InvalidArgumentError, match="first call"):
         blocks.ticket(ttl=1)
     other = await pair.target.reserve(blocks=2)
-    for wrong in ({"ttl": 0}, {"stall": -1}, {"deadline": float("nan")}):
-        with pytest.raises(InvalidArgumentError, match="positive"):
-            other.ticket(**wrong)
+    for name in ("ttl", "stall", "deadline"):
+        for time in NO_TIMES:
+            with pytest.raises(InvalidArgumentError, match=f"^{name} must be"):
+                other.ticket(**{name: time})
     assert other.ticket()["id"] != ticket["id"]
     assert other.ticket()["generation"] != ticket["generation"]
     await other.aclose()
@@ -188,6 +203,9 @@ async def test_a_private_pool_grants_nothing(pair: Pair) -> None:
             blocks.ticket()
         with pytest.raises(RangeError):
             blocks[4]
+        for layer in (True, None, "1", 1.0):
+            with pytest.raises(InvalidArgumentError, match="^layer must be a whole number"):
+                blocks[layer]  # type: ignore[index]
         assert [source.layer for source in blocks] == [0, 1, 2, 3]
         await blocks.fenced()
     assert list(pair.p.regions) == ["prefill"]
@@ -242,8 +260,8 @@ async def test_malformed_tickets(pair: Pair) -> None:
         for ticket in wrong:
             with pytest.raises(TicketError, match="no valid ticket"):
                 pair.source.open_stream(pair.to_d, ticket)  # type: ignore[arg-type]
-        for timeout in (0, -1, float("nan")):
-            with pytest.raises(InvalidArgumentError, match="timeout"):
+        for timeout in (None, *NO_TIMES):
+            with pytest.raises(InvalidArgumentError, match="^timeout must be"):
                 pair.source.open_stream(pair.to_d, good, timeout=timeout)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
+import numpy
 import pytest
 
 from hixl_async.errors import (
@@ -181,6 +182,16 @@ async def test_wrong_pushes(pair: Pair) -> None:
                 out.push(0, source[0])
             with pytest.raises(RangeError, match="layer 4 does not exist"):
                 out.push(4, LayerBlocks(source, 4))
+            for layer in ("a", None, 1.0, True):
+                with pytest.raises(InvalidArgumentError, match="^layer must be a whole number"):
+                    out.push(layer, LayerBlocks(source, layer))
+                with pytest.raises(InvalidArgumentError, match="^layer must be a whole number"):
+                    blocks.stream().check(layer)
+                with pytest.raises(InvalidArgumentError, match="^layer must be a whole number"):
+                    await blocks.stream().layer(layer)
+            for end in (out, blocks.stream()):
+                with pytest.raises(InvalidArgumentError, match="^reason must be a string"):
+                    await end.abort(None)
             with pytest.raises(InvalidArgumentError, match="from the blocks of layer 2"):
                 out.push(1, source[2])
             with pytest.raises(InvalidArgumentError, match="must be blocks"):
@@ -199,7 +210,7 @@ async def test_wrong_pushes(pair: Pair) -> None:
             with pytest.raises(ClosedError, match="once"):
                 await out
             for layer in (1, 2, 3):
-                out.push(layer, source[layer])
+                out.push(numpy.int64(layer), source[numpy.int64(layer)])
         with pytest.raises(InvalidArgumentError, match="pushed before"):
             out.push(3, source[3])
         await blocks.stream().finished()
