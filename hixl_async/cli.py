@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import Engine, Peer, __version__, drivers, probes
+from .arguments import positive_seconds
+from .control.handshake import HOW_TO_SHARE_A_SECRET
 from .errors import AuthenticationError, HixlError, InvalidArgumentError, NoRouteError, ProtocolError, UsageError
 from .types import Access, DriverInfo
 
@@ -67,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (HixlError, OSError) as error:
         if options.debug:
             traceback.print_exc()
-        here = f" ({SECRET})" if isinstance(error, AuthenticationError) else ""
+        # Also domains can differ.
+        here = f" ({SECRET})" if isinstance(error, AuthenticationError) and HOW_TO_SHARE_A_SECRET in str(error) else ""
         print(f"hixl-async: {error}{here}", file=sys.stderr)
         if isinstance(error, AuthenticationError | ProtocolError | NoRouteError):
             return REFUSED
@@ -148,10 +151,10 @@ def _number(least: int, most: int) -> Callable[[str], int]:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return seconds
+    try:
+        return positive_seconds("", float(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds") from None
 
 
 # ---- info ------------------------------------------------------------------------------------------------------------
@@ -248,14 +251,22 @@ def _ping(options: argparse.Namespace) -> int:
 def _drivers(options: argparse.Namespace) -> dict[str, dict[str, Any]] | None:
     """Those that were named, be it by an option of theirs."""
     names = options.driver or list(dict.fromkeys(driver for driver, _, _ in options.option))
+    installed = drivers.names()
+    for name in names:
+        if name not in installed:
+            raise InvalidArgumentError(f"there is no driver {name!r}; installed: {', '.join(installed)}")
     return _settings(options, names) if names else None
 
 
 def _read_secret(path: str) -> bytes:
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_mode & 0o077:
-            print(f"hixl-async: warning: other users may read {path}; chmod 600 keeps it secret", file=sys.stderr)
-        return file.read().rstrip(b"\r\n")
+    try:
+        with open(path, "rb") as file:
+            secret, mode = file.read().rstrip(b"\r\n"), os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise InvalidArgumentError(f"--secret-file {path}: {error.strerror}") from error
+    if mode & 0o077:
+        print(f"hixl-async: warning: other users may read {path}; chmod 600 keeps it secret", file=sys.stderr)
+    return secret
 
 
 async def _measure(options: argparse.Namespace, secret: bytes | None, chosen: dict[str, dict[str, Any]] | None) -> None:

@@ -295,8 +295,8 @@ def test_ping_with_a_secret(serve: Callable[..., Server], tmp_path: Path) -> Non
 
 def test_ping_with_the_wrong_secret_is_refused(serve: Callable[..., Server]) -> None:
     server = serve(secret=SECRET)
-    failed(hixl("ping", server.address), 3, server.address, "secret")
-    failed(hixl("ping", server.address, env={"HIXL_ASYNC_SECRET": "some other secret"}), 3, "secret")
+    failed(hixl("ping", server.address), 3, server.address, "--secret-file")
+    failed(hixl("ping", server.address, env={"HIXL_ASYNC_SECRET": "some other secret"}), 3, "--secret-file")
 
 
 def test_secrets_are_not_taken_from_the_command_line(nobody: str) -> None:
@@ -306,7 +306,9 @@ def test_secrets_are_not_taken_from_the_command_line(nobody: str) -> None:
 
 
 def test_ping_with_another_domain_is_refused(serve: Callable[..., Server]) -> None:
-    failed(hixl("ping", serve().address, "--domain", "elsewhere"), 3, "'elsewhere'", "'default'")
+    result = hixl("ping", serve().address, "--domain", "elsewhere")
+    failed(result, 3, "'elsewhere'", "'default'")
+    assert "secret" not in result.stderr
 
 
 def test_ping_where_nobody_listens(nobody: str) -> None:
@@ -374,15 +376,29 @@ def _wait_until_connected(process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["ping", "not-an-address"], "host:port"),
-        (["ping", "127.0.0.1:99999"], "0..65535"),
-        (["ping", "127.0.0.1:1", "--secret-file", "/does/not/exist"], "/does/not/exist"),
+        (["not-an-address"], "host:port"),
+        (["127.0.0.1:99999"], "0..65535"),
+        (["127.0.0.1:1", "--secret-file", "/does/not/exist"], "--secret-file /does/not/exist: No such file"),
+        (["127.0.0.1:1", "--secret-file", "/"], "--secret-file /: Is a directory"),
+        (["127.0.0.1:1", "--driver", "nope"], "there is no driver 'nope'; installed: "),
+        (["127.0.0.1:1", "--option", "nope.device=1"], "there is no driver 'nope'"),
+        (["127.0.0.1:1", "--driver", "faulty"], "wraps another"),
     ],
 )
-def test_arguments_that_cannot_be_used(arguments: list[str], words: str) -> None:
-    result = hixl(*arguments)
-    assert result.returncode in (1, 2)
-    failed(result, result.returncode, words)
+def test_arguments_that_cannot_be_used(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert cli.main(["ping", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("hixl-async: ")
+    assert words in err
+
+
+def test_a_number_that_is_none_is_shown_as_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("abc", "0", "nan", "1e400"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["ping", "127.0.0.1:1", "--timeout", text])
+        assert ended.value.code == 2
+        assert f"argument --timeout: {text!r} is not a positive number of seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
