@@ -183,6 +183,7 @@ def _large(reports: Reports, loop: str) -> Iterator[Row]:
         text = f"{seconds(busy.value.median)}, {_interval(busy.ratio)} an idle loop's" if busy else ""
         if busy and "worst_ms" in busy.extra:
             text += f"; the worst of {busy.blocks}: {digits(busy.extra['worst_ms'])} ms"
+            text += f", in CPU time {digits(busy.extra['cpu_ms'])} ms"
         yield Row(f"the loop's longest gap under {nbytes(size)} writes without a pause", "", text, None)
     posted = reports.figure("post", loop, "posted")
     value = posted.value.median if posted else None

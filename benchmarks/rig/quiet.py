@@ -20,12 +20,13 @@ INLINE = (4 << 10, 1 << 20)
 
 
 class Ticker:
-    """A timer of one millisecond; remembers the longest time between two of its ticks."""
+    """A timer of one millisecond; remembers the longest time between two of its ticks, and the loop's CPU time in such."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._last = perf_counter_ns()
-        self._worst = 0
+        self._cpu = time.thread_time_ns()
+        self._worst = self.worst_cpu = 0
         self._timer = self._loop.call_later(0.001, self._tick)
 
     def _tick(self) -> None:
@@ -36,6 +37,9 @@ class Ticker:
         now = perf_counter_ns()
         self._worst = max(self._worst, now - self._last)
         self._last = now
+        cpu = time.thread_time_ns()
+        self.worst_cpu = max(self.worst_cpu, cpu - self._cpu)
+        self._cpu = cpu
 
     def stop(self) -> int:
         """The longest gap so far, the one until now included; nanoseconds."""
@@ -73,8 +77,11 @@ async def measure_stall(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figu
         yield figure
     seconds = plan.busy_seconds
     for size in INLINE:
-        series = await interleave([Rung("idle loop", idle), _busy(pair, size, seconds)], plan.slow_pace)
+        cpu: list[int] = []
+        series = await interleave([Rung("idle loop", idle), _busy(pair, size, seconds, cpu)], plan.slow_pace)
         for figure in _gaps(series, loop, "no pause", size):
+            if figure.rung == "writes":  # without what the scheduler gave to others
+                figure.extra["cpu_ms"] = max(cpu) / 1e6
             yield figure
 
 
@@ -85,8 +92,8 @@ def _gaps(series: list[Series], loop: str, case: str, size: int) -> Iterator[Fig
         yield replace(figure, extra={"worst_ms": max(one.nanoseconds) / 1e6})
 
 
-def _busy(pair: Pair, size: int, seconds: float) -> Rung:
-    """A coroutine that awaits nothing but writes that are done at once."""
+def _busy(pair: Pair, size: int, seconds: float, cpu: list[int]) -> Rung:
+    """A coroutine that awaits nothing but writes that are done at once; `cpu` gets the longest gaps in the loop's CPU time."""
     engine, kv, remote = pair.engine, pair.local, pair.remote
 
     async def write(_: int) -> int:
@@ -94,7 +101,9 @@ def _busy(pair: Pair, size: int, seconds: float) -> Rung:
         ticker = Ticker()
         while perf_counter_ns() < end:
             await engine.write(kv[:size], remote[:size])
-        return ticker.stop()
+        worst = ticker.stop()
+        cpu.append(ticker.worst_cpu)
+        return worst
 
     return Rung("writes", write)
 

@@ -131,9 +131,9 @@ def test_a_goal_is_met_only_by_what_it_names() -> None:
 
 
 def test_the_worst_stall_under_inline_writes_is_shown() -> None:
-    found = rows([figure("stall", "writes", 1.1, 1.2e6, extra={"worst_ms": 3.4})])
+    found = rows([figure("stall", "writes", 1.1, 1.2e6, extra={"worst_ms": 3.4, "cpu_ms": 1.3})])
     row = found["the loop's longest gap under 4 KiB writes without a pause"]
-    assert row.measured == "1.20 ms, 1.10x (0.99..1.21) an idle loop's; the worst of 7: 3.40 ms"
+    assert row.measured == "1.20 ms, 1.10x (0.99..1.21) an idle loop's; the worst of 7: 3.40 ms, in CPU time 1.30 ms"
     assert (row.goal, row.verdict) == ("", "")
 
 
