@@ -127,6 +127,7 @@ def draw(reports: Found) -> Iterator[tuple[str, str]]:
             for title, kind, size, count, column, share in (
                 ("One 4 KiB write, awaited", "write", 4096, 1, "nanoseconds", 1),
                 ("256 blocks of 4 KiB in one prepared call", "list", 4096, 256, "nanoseconds", 1),
+                ("One 16 MiB write, awaited", "write", 16 << 20, 1, "nanoseconds", 1),
                 ("64 writes of 4 KiB in flight, the time of one", "flight", 4096, 64, "nanoseconds", 1),
             )
         ]
