@@ -409,7 +409,14 @@ cdef class Core(Flights):
             ) from error
         if word is None or not isinstance(word.memory, RemoteMemory) or word.length != 8 or word.offset % 8:
             raise errors.InvalidArgumentError("the signal's place must be 8 aligned bytes of a remote region")
-        if (<RemoteMemory>word.memory).link is not transfer.link:
+        other = (<RemoteMemory>word.memory).link
+        if other is not transfer.link:
+            if other is not None and other.cookie == transfer.link.cookie and other.driver.core is self:
+                raise errors.DriverError(
+                    f"{word.memory!r} is reached by driver {other.driver.name!r}, and the data's region by {driver.name!r}; a "
+                    "signal needs the same way: allocate or register both in the same manner, and look why one of them is not "
+                    "known to both drivers (await region.ready() tells its owner)"
+                )
             raise errors.InvalidArgumentError("the signal's region belongs to another peer than the data's")
         if not word.memory.alive:
             raise_gone(word.memory)
@@ -421,7 +428,8 @@ cdef class Core(Flights):
         return 0
 
     def drained(self, buffer):
-        """Waits until no flight touches the memory of `buffer`: a region, a range of one, or any buffer given to read or write.
+        """Waits until no flight of ours touches the memory of `buffer`: a region, a range of one, or any buffer given to read
+        or write.  What peers do to a region of ours is another matter: revoke it, and await its `released()`.
 
         :return: an awaitable; cancelling it only ends the wait.
         :raises BufferTypeError: if `buffer` has no contiguous memory.

@@ -296,7 +296,7 @@ cdef class Slice:
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         cdef Memory memory = self.memory
-        if memory.address == NULL:
+        if isinstance(memory, RemoteMemory):
             raise BufferError("a remote range has no memory here; read it into a local one")
         if not memory.alive:
             raise errors.ClosedError("this region was closed; take its views before")

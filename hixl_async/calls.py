@@ -58,6 +58,11 @@ class Calls:
     def post(self, service: str, body: dict[str, Any]) -> None:
         """See `Peer.post`."""
         _check(service, body)
+        if self._peer._connection.crowded:
+            raise BusyError(
+                f"too many messages wait to be sent to {self._peer.name!r}; await a request now and then",
+                peer=self._peer.name,
+            )
         self._send_ours("post", {"service": service, "body": body})
 
     async def ask(self, kind: str, body: dict[str, Any], *, answer: str, timeout: float | None) -> Incoming:
@@ -72,8 +77,9 @@ class Calls:
         number, self._next = self._next, self._next + 1
         waiting = self._waiting[number] = _Waiting(answer, self._loop.create_future())
         try:
-            self._send_ours(kind, {"call": number, **body})
             async with asyncio.timeout(timeout):
+                await self._peer._connection.room()
+                self._send_ours(kind, {"call": number, **body})
                 return await waiting.reply
         except BaseException as error:
             if waiting.reply.done() and not waiting.reply.cancelled() and waiting.reply.exception() is None:
@@ -164,6 +170,9 @@ class Calls:
     async def _finish(self, call: int | None, service: str, answer: Awaitable[dict[str, Any] | None]) -> None:
         try:
             body = await answer
+        except asyncio.CancelledError:
+            self.fail(call, HixlError(f"the handler of {service!r} was cancelled at the peer"))
+            raise
         except HixlError as error:
             self.fail(call, error)
         except Exception as error:

@@ -135,7 +135,7 @@ class Peers:
     async def _bring_up(self, peer: Peer, until: float) -> Peer:
         try:
             async with asyncio.timeout_at(until):
-                await peer._establish()
+                await peer._establish((until - self._engine.loop.time()) / 2)
         except HixlError as error:
             peer._lose(error)
             raise

@@ -18,12 +18,14 @@ from ._device import DeviceCopies
 from ._link import EVENT_NOTE, Driver
 from ._memory import LocalMemory, Slice
 from ._transfer import Transfer
+from .arguments import positive_seconds
 from .calls import Handler
 from .coalescer import Coalescer
 from .config import Drivers, EngineConfig, parse_address
 from .connecting import Peers
 from .control import Identity, Listener
 from .errors import (
+    BusyError,
     ClosedError,
     DriverError,
     HixlError,
@@ -35,6 +37,7 @@ from .group import Group
 from .memory import MAX_NAME, Operand, Region, operand, parse_access
 from .notify import Subscription, Topics
 from .peer import Peer
+from .sharing import MAX_OFFERS
 from .types import Access, AccessLike, Address, EngineStats, PeerState
 
 __all__ = ["Engine"]
@@ -322,12 +325,13 @@ class Engine(Core):
         :param access: the most that any peer can be given: ``"none"``, ``"read"``, ``"write"``, ``"read-write"``.
         :param grant: called with each peer, narrows `access` for it.
         :raises InvalidArgumentError: if an argument is malformed or the name is taken.
+        :raises BusyError: if 4096 regions are exported already, the most that a peer takes note of.
         :raises DriverError: if there is not enough memory.
         """
-        self._check_new_region(name, grant)
+        rights = self._check_new_region(name, access, grant)
         if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < 1 << 62:
             raise InvalidArgumentError(f"size must be a positive number of bytes, not {size!r}")
-        region = Region(self, name, parse_access(access), grant)
+        region = Region(self, name, rights, grant)
         allocator = next((d for d in self._drivers.values() if d.capabilities & _link.CAP_ALLOC), None)
         if allocator is None:
             names = ", ".join(self._drivers)
@@ -351,8 +355,8 @@ class Engine(Core):
         :raises BufferTypeError: if `buffer` has no contiguous memory, or is read-only and `access` lets peers write.
         :raises DriverError: if no driver can register memory that exists already.
         """
-        self._check_new_region(name, grant)
-        region = Region(self, name, parse_access(access), grant, borrowed=True)
+        rights = self._check_new_region(name, access, grant)
+        region = Region(self, name, rights, grant, borrowed=True)
         if isinstance(buffer, LocalMemory | Slice):
             raise InvalidArgumentError(f"{buffer!r} is, or lies in, a region already; peers can be given that")
         if _has_buffer(buffer):
@@ -362,7 +366,7 @@ class Engine(Core):
         self._introduce(region, None)
         return self._enter_region(region)
 
-    def _check_new_region(self, name: str, grant: object) -> None:
+    def _check_new_region(self, name: str, access: AccessLike, grant: object) -> Access:
         self._must_be_open()
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= MAX_NAME:
             raise InvalidArgumentError(f"name must be a printable string of 1 to {MAX_NAME} bytes, not {name!r}")
@@ -370,6 +374,16 @@ class Engine(Core):
             raise InvalidArgumentError(f"region {name!r} exists already; close it first, or choose another name")
         if grant is not None and not callable(grant):
             raise InvalidArgumentError(f"grant must be a function of a peer, not {grant!r}")
+        rights = parse_access(access)
+        if (
+            rights
+            and len(self._names) >= MAX_OFFERS
+            and sum(bool(r.access) for r in self._names.values()) >= MAX_OFFERS
+        ):
+            raise BusyError(
+                f"{MAX_OFFERS} regions are exported, which is the most; close some, or let one region hold several things"
+            )
+        return rights
 
     def _borrow_object(self, region: Region, obj: Any) -> None:
         where = operand(obj, bool(region.access & Access.WRITE))
@@ -497,8 +511,7 @@ class Engine(Core):
         self._must_be_open()
         where = parse_address(address)
         seconds = self.config.connect_timeout if timeout is None else timeout
-        if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-            raise InvalidArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        seconds = positive_seconds("timeout", seconds)
         if str(where) == self.address:
             raise InvalidArgumentError(f"{where} is this engine itself; copy within the process instead")
         return await self._peers.connect(where, seconds)

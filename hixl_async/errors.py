@@ -78,9 +78,8 @@ class HixlError(Exception):
     def __init__(
         self, message: str, *, peer: str | None = None, index: int | None = None, native: int | None = None
     ) -> None:
-        if len(message) > _MOST:
-            message = f"{message[: _MOST // 2]} ... {message[-_MOST // 4 :]}"
-        super().__init__(message)
+        text = str(message)
+        super().__init__(text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 4 :]}")
         #: Name of the peer concerned, where there is one.
         self.peer = peer
         #: Index of the failed descriptor in its batch, where known.

@@ -46,6 +46,7 @@ class Links:
         self._broken: dict[str, HixlError] = {}  # links that broke after we told the peer that it may use them
         self._told_ready = False
         self._heard_ready = False
+        self._pace = 0
         #: Done when both sides can submit, or with the reason why they never will.
         self.ready: asyncio.Future[None] = self._loop.create_future()
 
@@ -73,9 +74,10 @@ class Links:
 
     # -- coming up
 
-    def establish(self) -> None:
+    def establish(self, patience: float) -> None:
         """Offers a link of every driver that both sides have; `ready` tells when they are joined.
 
+        :param patience: seconds after which those that are not are done without, if there are others.
         :raises NoRouteError: if there is none.
         """
         peer = self._peer
@@ -87,6 +89,9 @@ class Links:
                 peer=peer.name,
             )
         self._unjoined = {driver.name for driver in drivers}
+        if len(drivers) > 1:
+            late = self._loop.call_later(patience, self._give_up_late, patience)
+            self.ready.add_done_callback(lambda _: late.cancel())
         for driver in drivers:
             try:
                 self._links[driver.name], card, fds = driver.link_new(peer._cookie, peer.name)
@@ -137,6 +142,11 @@ class Links:
     @property
     def _coming_up(self) -> bool:
         return self._peer.state is PeerState.CONNECTING
+
+    def _give_up_late(self, patience: float) -> None:
+        if self._coming_up and any(link.up for link in self._links.values()):
+            for name in [name for name, link in self._links.items() if not link.up]:
+                self.do_without(name, ConnectError(f"driver {name!r} did not connect within {patience:.3g} s"))
 
     def do_without(self, name: str, error: HixlError) -> None:
         """A driver's link failed here before it was used: another may do."""
@@ -241,6 +251,19 @@ class Links:
                 f"peer {self._peer.name!r} has a message of {len(data)} bytes for {name!r}", peer=self._peer.name
             )
         self._links[name].message(data)
+
+    def pace(self, bytes_per_second: int) -> None:
+        """At most so many for each from now on, 0: any; all of them or none."""
+        paced = []
+        try:
+            for link in self._links.values():
+                link.pace(bytes_per_second)
+                paced.append(link)
+        except HixlError:
+            for link in paced:
+                link.pace(self._pace)
+            raise
+        self._pace = bytes_per_second
 
     # -- the end
 

@@ -127,7 +127,8 @@ class Region(LocalMemory):
     def revoke(self) -> None:
         """Withdraws the region without waiting for anybody: no new work may use it, and its name is free.  Idempotent.
 
-        The memory stays pinned while work in flight or a peer still uses it; `aclose` waits for them.
+        The memory stays pinned while work in flight or a peer still uses it; `aclose` waits for them a while, `released()`
+        for as long as it takes.
         """
         self._engine._revoke(self)
 
@@ -135,7 +136,8 @@ class Region(LocalMemory):
         """Withdraws the region: no new work at once, then waits for ours and for the peers that use it.  Idempotent.
 
         What is not over within the engine's ``close_timeout`` keeps the memory pinned, a silent peer until its death is
-        confirmed; the call returns all the same.  A transport that cannot forget memory while it has links keeps it pinned
+        confirmed; the call returns all the same, and ``await region.released()`` tells when a registered buffer may be
+        used for other things.  A transport that cannot forget memory while it has links keeps it pinned
         beyond that, although nobody can use it any more; ``engine.stats().regions`` counts it until then.
         """
         await self._engine._withdraw(self)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ._link import Link
+from .arguments import positive_seconds
 from .calls import Calls, Handler
 from .errors import (
     ClosedError,
@@ -161,19 +162,19 @@ class Peer:
             raise InvalidArgumentError(
                 f"bytes_per_second must be a number of at least 1, or None for no limit, not {bytes_per_second!r}"
             )
-        for link in self._links:
-            link.pace(rate)
+        self._links.pace(rate)
 
     # -- coming up
 
-    async def _establish(self) -> None:
+    async def _establish(self, patience: float) -> None:
         """Links every driver that both sides have; done when both sides can submit over all that could be linked.
 
+        :param patience: seconds; see `Links.establish`.
         :raises NoRouteError: if there is none.
         :raises ConnectError: if none could be linked; it lists all failures.
         """
         self._connection.start(self._on_message, self._on_connection_lost)
-        self._links.establish()
+        self._links.establish(patience)
         await self._links.ready
 
     def _come_up(self) -> None:
@@ -276,7 +277,7 @@ class Peer:
         self._host._must_be_here()
         if not isinstance(name, str):
             raise InvalidArgumentError(f"name must be a string, not {name!r}")
-        return await self._imports.region(name, timeout)
+        return await self._imports.region(name, None if timeout is None else positive_seconds("timeout", timeout))
 
     async def request(self, service: str, body: dict[str, Any], *, timeout: float = 5.0) -> dict[str, Any]:
         """Asks the handler that the peer serves under `service`.
@@ -288,12 +289,13 @@ class Peer:
         :raises PeerLostError: if the peer went away.
         """
         self._must_be_up()
-        return await self._calls.request(service, body, timeout)
+        return await self._calls.request(service, body, positive_seconds("timeout", timeout))
 
     def post(self, service: str, body: dict[str, Any]) -> None:
         """Sends to the handler of `service` without an answer, in order with requests.
 
         :raises InvalidArgumentError: if `body` is no JSON object or is too long.
+        :raises BusyError: if too many messages wait to be sent.
         :raises PeerLostError: if the peer is gone.
         """
         self._must_be_up()

@@ -43,6 +43,8 @@ __all__ = ["MAX_OFFERS", "Exports", "Imports"]
 
 #: Regions that one peer may offer us.
 MAX_OFFERS = 4096
+#: Regions that are imported at the same time: their cards carry descriptors, of which a connection queues few.
+MOST_AT_ONCE = 16
 
 # Regions whose memory a peer may still write although its engine is gone; never given back (C7).
 _leaked: list[Region] = []
@@ -70,7 +72,8 @@ class Exports:
 
     def offer(self, region: Region) -> None:
         """Tells the peer of a region that it may use."""
-        if access := region.access_for(self._peer):
+        access = region.access_for(self._peer)
+        if access and region.alive:  # a grant= may even close it
             body = {"id": region.number, "name": region.name, "size": region.size, "access": int(access)}
             self._peer._tell("region.up", body)
 
@@ -181,6 +184,7 @@ class Imports:
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # for offers of a name
         self._tasks: dict[str, asyncio.Task[RemoteRegion]] = {}
         self._used: dict[int, RemoteRegion] = {}
+        self._turns = asyncio.Semaphore(MOST_AT_ONCE)
 
     @property
     def offered(self) -> dict[str, Access]:
@@ -207,7 +211,10 @@ class Imports:
                 self._peer._must_be_up()
                 task = self._tasks.get(name)
                 if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-                    task = self._tasks[name] = self._peer._host._spawn(self._import(name))
+                    task = self._tasks[name] = self._peer._host._spawn(
+                        # The number is that of the offer seen now: before the task begins another may take its place.
+                        self._import(name, self._offers[name].number)
+                    )
                     # All who wait for it may be cancelled before it fails; then nobody else would look at its error.
                     task.add_done_callback(lambda done: done.cancelled() or done.exception())
                 # Several callers may wait for one import; none of them may cancel it for the others.
@@ -234,10 +241,10 @@ class Imports:
             if not waiters and self._waiters.get(name) is waiters:
                 del self._waiters[name]
 
-    async def _import(self, name: str) -> RemoteRegion:
-        number = self._offers[name].number
+    async def _import(self, name: str, number: int) -> RemoteRegion:
         try:
-            return await self._fetch(name, number)
+            async with self._turns:
+                return await self._fetch(name, number)
         except BaseException:
             # Whatever went wrong, the owner may have pinned it for us.
             self._peer._tell("region.gone", {"id": number})

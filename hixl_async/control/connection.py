@@ -26,9 +26,12 @@ MessageCallback: TypeAlias = Callable[[str, dict[str, Any], list[int]], None]
 LostCallback: TypeAlias = Callable[[HixlError], None]
 
 # How much waits for a peer that does not read before it is given up.
-_MAX_QUEUED_MESSAGES = 1024
-_MAX_QUEUED_BYTES = 1 << 20
+_MAX_QUEUED_MESSAGES = 16384
+_MAX_QUEUED_BYTES = 16 << 20
 _MAX_QUEUED_DESCRIPTORS = 64
+# How much waits before whoever can wait should.
+_CROWDED_MESSAGES = 512
+_CROWDED_BYTES = 1 << 20
 # How much of one connection is handled before the loop serves others.
 _MESSAGES_PER_PASS = 64
 _BYTES_PER_PASS = 16 << 10
@@ -84,6 +87,7 @@ class Connection:
         self._on_lost: LostCallback | None = None
         self._error: HixlError | None = None  # why it was lost, until on_lost was told
         self._queue: deque[_Queued] = deque()
+        self._waiting: list[asyncio.Future[None]] = []  # for room in it
         self._queued_bytes = 0
         self._queued_descriptors = 0
         self._again: asyncio.Handle | None = None  # more messages are buffered than one pass handles
@@ -184,6 +188,24 @@ class Connection:
         self._queued_bytes += len(data)
         self._queued_descriptors += len(fds)
 
+    @property
+    def crowded(self) -> bool:
+        """True while so much is queued that more should wait."""
+        return len(self._queue) >= _CROWDED_MESSAGES or self._queued_bytes >= _CROWDED_BYTES
+
+    async def room(self) -> None:
+        """Waits while it is crowded; returns at once if nothing can be sent any more."""
+        while self._state is _State.OPEN and self.crowded:
+            waiter = self._loop.create_future()
+            self._waiting.append(waiter)
+            await waiter
+
+    def _make_room(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
     def abort(self, error: HixlError) -> None:
         """Drops the connection at once; `on_lost` is told `error` soon.  Idempotent."""
         if self._state is _State.OPEN:
@@ -275,6 +297,8 @@ class Connection:
                 self._queued_bytes -= len(data)
                 self._queued_descriptors -= len(descriptors)
                 close_descriptors(descriptors)
+                if self._waiting and not self.crowded:
+                    self._make_room()
         except PeerLostError as error:
             self._lose(error)
 
@@ -317,6 +341,7 @@ class Connection:
             close_descriptors(queued.descriptors)
         self._queue.clear()
         self._queued_bytes = self._queued_descriptors = 0
+        self._make_room()
 
 
 def _duplicates(descriptors: Sequence[int]) -> list[int]:

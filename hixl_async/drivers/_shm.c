@@ -154,7 +154,7 @@ static const char *shm_error_text(int32_t status, int32_t native) {
         [HXA_E_INVALID] = "malformed argument",
         [HXA_E_RANGE] = "outside the memory, or a notification longer than the link allows",
         [HXA_E_RIGHTS] = "the memory's rights forbid it",
-        [HXA_E_UNSUPPORTED] = "the shm driver cannot do that (signals need a region made by allocate, in host memory)",
+        [HXA_E_UNSUPPORTED] = "the shm driver cannot do that",
         [HXA_E_NOMEM] = "memory, descriptors, threads or address space ran out",
         [HXA_E_BUSY] = "too many notifications wait for the peer to read, or a fence is already under way",
         [HXA_E_LINK] = "the link is down, stopped or fenced, or the peer is gone",

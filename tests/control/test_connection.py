@@ -54,8 +54,8 @@ def shrink(connection: Connection) -> None:
 def send_for_ever(connection: Connection, body: dict[str, Any], *fds: int) -> None:
     while True:
         connection.send("x", body, fds)
-        assert len(connection._queue) <= 1024
-        assert connection._queued_bytes <= 1 << 20
+        assert len(connection._queue) <= connection_module._MAX_QUEUED_MESSAGES
+        assert connection._queued_bytes <= connection_module._MAX_QUEUED_BYTES
         assert connection._queued_descriptors <= 64
 
 

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -299,14 +300,33 @@ def test_registered_in_this_process(pair) -> None:
     assert here.view == memoryview(buffer).cast("B")
 
 
-def test_registered_memory_takes_no_signals(other: tuple[Peer, vt.Link]) -> None:
+@pytest.mark.parametrize("size", [0, 8, 2 * MIB])
+def test_registered_memory_takes_signals(other: tuple[Peer, vt.Link], size: int) -> None:
+    """Bare ones, and after data that was copied in the call or by a thread."""
+    peer, link = other
+    number = peer.call("register", size=4 * MIB, rights=3, seed=8)
+    remote = link.load(peer.call("export", memory=number, rights=3), 4 * MIB, 3)
+    here = link.instance.alloc(max(size, 8))
+    descriptors = [(here, 0, remote, 0, size)] if size else []
+    link.submit(WRITE, descriptors, signal=(remote, 4 * MIB - 8, 0x1122334455667788)).ok(link)
+    word = link.instance.alloc(8)
+    link.submit(READ, [(word, 0, remote, 4 * MIB - 8, 8)]).ok(link)
+    assert bytes(word.view) == (0x1122334455667788).to_bytes(8, sys.byteorder)
+    with pytest.raises(vt.DriverError) as caught:
+        link.submit(signal=(remote, 4 * MIB - 4, 1))
+    assert caught.value.status in (vt.INVALID, vt.RANGE)
+
+
+@pytest.mark.parametrize("size", [0, 2 * MIB])
+def test_a_signal_that_cannot_be_stored(other: tuple[Peer, vt.Link], size: int) -> None:
     peer, link = other
     number = peer.call("register", size=4096, rights=3, seed=8)
     remote = link.load(peer.call("export", memory=number, rights=3), 4096, 3)
-    with pytest.raises(vt.DriverError) as caught:
-        link.submit(signal=(remote, 0, 1))
-    assert caught.value.status == vt.UNSUPPORTED
-    assert b"allocate" in link.vt.error_text(vt.UNSUPPORTED, 0)
+    _, there = peer.region(link, 4 * MIB)
+    here = link.instance.alloc(2 * MIB)
+    peer.kill()
+    op = link.submit(WRITE, [(here, 0, there, 0, size)] if size else [], signal=(remote, 0, 1))
+    assert op.wait(link) == vt.LINK
 
 
 def test_a_token_that_is_not_the_peers(open_instance) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import logging
 from typing import Any
 
+import numpy
 import pytest
 from puppet import stage
 from tables import table
 
-from hixl_async import ConnectError, DriverError, Engine, PeerLostError, PeerState, ProtocolError
+from hixl_async import ConnectError, DriverError, Engine, PeerLostError, PeerState, ProtocolError, kv
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
+from tests.hixlsim.build import build
 
 from .conftest import until
 
@@ -173,3 +175,52 @@ async def test_failures_that_nobody_expects(engine: Engine) -> None:
         with pytest.raises(ProtocolError, match="'hixl' that nobody expects"):
             await connecting
     assert not engine.stats().peers
+
+
+@pytest.mark.parametrize("where", ["left", "right"])
+async def test_one_that_does_not_come_up_in_time_is_done_without(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A transport that hangs while it connects costs its own link, and not the others."""
+    plan = FaultPlan(1).hold(verb="connect", nth=1)
+    left, right = (two(plan), two(FaultPlan(1))) if where == "left" else (two(FaultPlan(1)), two(plan))
+    with caplog.at_level(logging.WARNING, "hixl_async"):
+        async with engine_pair(left, other=right, connect_timeout=1.0) as pair:
+            assert pair.peer.drivers == pair.back.drivers == ("shm",)
+            await works(pair)
+            plan.release()
+    assert "driver 'faulty' did not connect within" in caplog.text
+
+
+async def test_a_limit_holds_for_all_drivers_or_for_none() -> None:
+    """The second one cannot limit its bandwidth; the first is as fast as before."""
+    options = {"library": str(build()), "backend": "cs"}
+    drivers = {"shm": {}, "hixl": options}
+    async with engine_pair(drivers, other=drivers) as pair:
+        assert pair.peer.drivers == ("shm", "hixl")
+        with pytest.raises(DriverError, match="'hixl' cannot limit"):
+            pair.peer.limit_bandwidth(1000)
+        _, remote = await pair.region("kv", 8)
+        assert pair.left.write(b"12345678", remote).done(), "what is limited never finishes in the call"
+        await pair.region("late", 8)  # all is registered
+
+
+async def test_a_stream_over_the_second_driver() -> None:
+    """Memory that the first driver allocated is somebody else's for the second; layers arrive and are seen all the same."""
+    options = {"library": str(build()), "backend": "cs"}
+    layout = kv.Layout(layers=3, kv_heads=1, head_dim=16, dtype="bfloat16", block_tokens=4)
+    async with (
+        engine_pair(["shm"], other={"hixl": options, "shm": {}}) as pair,
+        kv.Pool(pair.right, layout, blocks=4) as target,
+        kv.Pool(pair.left, layout, blocks=4, access="none") as source,
+        target.reserve(blocks=2) as blocks,
+        source.reserve(blocks=2) as mine,
+    ):
+        assert pair.peer.drivers == ("shm",)
+        source.memory[:] = bytes(range(256)) * (len(source.memory) // 256)
+        async with source.open_stream(pair.peer, blocks.ticket()) as out:
+            for layer in range(3):
+                out.push(layer, mine[layer])
+        assert [layer async for layer in blocks.stream()] == [0, 1, 2]
+        shape = layout.shape(4)
+        ours = numpy.frombuffer(source.memory, "uint16").reshape(shape)
+        theirs = numpy.frombuffer(target.memory, "uint16").reshape(shape)
+        assert (ours[:, :, mine.ids] == theirs[:, :, blocks.ids]).all()

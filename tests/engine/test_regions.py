@@ -15,10 +15,13 @@ from hixl_async import (
     Access,
     AccessError,
     AccessLike,
+    BusyError,
     ClosedError,
     Engine,
     HixlError,
+    Peer,
     PeerLostError,
+    PeerState,
     ProtocolError,
     Region,
     RemoteRegion,
@@ -532,3 +535,73 @@ async def test_region_repr() -> None:
         assert isinstance(region, Region)
         await region.aclose()
         assert repr(region) == "<Region 'kv' 8 bytes, access=read, closed>"
+
+
+async def test_an_offer_that_is_replaced_before_its_import_begins(pair: EnginePair) -> None:
+    """The owner closes a region and makes one of the same name, in the moment in which a user has asked for the first."""
+    first, second = bytearray(8), bytearray(8)
+    region = pair.right.register("x", first, access="write")
+    await until(lambda: "x" in pair.peer.regions)
+    early = pair.peer.region("x").__await__()
+    early.send(None)  # the task of the import is made, and has not begun
+    region.revoke()
+    again = pair.right.register("x", second, access="write")
+    pair.peer._connection._deliver()  # both messages come now
+    remote = await pair.peer.region("x")
+    with pytest.raises(StaleRegionError):
+        while True:
+            early.send(None)
+            await asyncio.sleep(0.001)
+    await pair.left.write(b"received", remote)
+    assert bytes(second) == b"received"
+    await again.aclose()
+    assert pair.right.stats().regions == 0
+    with pytest.raises(StaleRegionError):
+        pair.left.write(b"too late", remote)
+    assert (bytes(first), bytes(second)) == (bytes(8), b"received")
+    assert pair.left.stats().remote_regions == 0
+
+
+async def test_thousands_of_regions_before_and_after_connecting() -> None:
+    async with Engine("127.0.0.1:0", name="many") as many, Engine() as engine:
+        memory = bytearray(8)
+        for n in range(1500):
+            many.register(f"{n}", memory, access="read")
+        peer = await engine.connect(many.address)
+        await until(lambda: len(peer.regions) == 1500)
+        for n in range(1500, 3000):
+            many.register(f"{n}", memory, access="read")
+        await until(lambda: len(peer.regions) == 3000)
+        for region in list(many.regions.values()):
+            region.revoke()
+        await until(lambda: not peer.regions)
+        assert peer.state is PeerState.UP
+
+
+async def test_more_regions_than_a_peer_takes_note_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hixl_async.engine.MAX_OFFERS", 3)
+    for n in range(3):
+        engine.allocate(f"{n}", 8, access="read")
+    for n in range(5):
+        engine.allocate(f"private {n}", 8)
+    with pytest.raises(BusyError, match="3 regions are exported, which is the most"):
+        engine.allocate("one too many", 8, access="read")
+    engine.regions["0"].revoke()
+    engine.allocate("instead", 8, access="read")
+
+
+async def test_a_grant_that_closes_its_own_region(pair: EnginePair) -> None:
+    def grant(peer: Peer) -> str:
+        pair.right.regions["shy"].revoke()
+        return "read"
+
+    await pair.right.peers[0].request("hixl.ping", {})
+    pair.right.allocate("first", 8, access="read")
+    region = pair.right.allocate("shy", 8, access="read", grant=grant)
+    await until(lambda: "first" in pair.peer.regions)
+    pair.right.allocate("last", 8, access="read")
+    await until(lambda: "last" in pair.peer.regions)
+    assert not region.alive
+    assert "shy" not in pair.peer.regions
+    with pytest.raises(ClosedError, match="closed"):
+        memoryview(region[0:4])

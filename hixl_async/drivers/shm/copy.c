@@ -217,11 +217,28 @@ void shm_copy(hxa_link *link, const hxa_batch *batch, uint32_t index, uint64_t o
     }
 }
 
-/* T5: a full barrier, then the value, then the news of it. */
-void shm_signal_store(hxa_link *link, const hxa_batch *batch) {
-    shm_store_sc((uint64_t *)(void *)(batch->signal->base + batch->signal_off), batch->signal_value);
+/* T5: a full barrier, then the value, then the news of it.  Into memory that was registered where it lies the kernel copies the
+ * word, perhaps byte by byte: whoever looks at it before the news may see a part of it.  0, or a failure in *out. */
+int32_t shm_signal_store(hxa_link *link, const hxa_batch *batch, shm_outcome *out) {
+    uint8_t *word = batch->signal->base + batch->signal_off;
+    *out = (shm_outcome){.failed = -1};
+    if (batch->signal->kind == SHM_REMOTE) {
+        struct iovec here = {(void *)(uintptr_t)&batch->signal_value, 8}, there = {word, 8};
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        errno = ESRCH;
+        const ssize_t got = vm_alive(link) ? process_vm_writev(link->peer_pid, &here, 1, &there, 1, 0) : -1;
+        if (got != 8) {
+            vm_failed(out, got < 0 ? errno : EFAULT, 0);
+            out->failed = -1;
+            return out->status;
+        }
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    } else {
+        shm_store_sc((uint64_t *)(void *)word, batch->signal_value);
+    }
     shm_add_sc(&link->peer->signals, 1u);
     shm_add(&link->self->others.signals_sent, 1);
+    return 0;
 }
 
 /* A copy thread, when all chunks of the op are joined: signal, notification, end.  op->status tells if the data arrived. */
@@ -239,7 +256,12 @@ void shm_op_landed(hxa_op *op) {
             op->scope = HXA_SCOPE_LINK;
         } else {
             op->status = shm_op_decide(op);
-            if (op->status == 0) shm_signal_store(link, batch);
+            shm_outcome out;
+            if (op->status == 0 && shm_signal_store(link, batch, &out) != 0) {
+                op->status = out.status;
+                op->native = out.native;
+                op->scope = out.scope;
+            }
             shm_link_leave(link);
             shm_link_wake(link);
         }
@@ -269,8 +291,7 @@ static int check_signal(const hxa_link *link, const hxa_batch *batch) {
     const hxa_mem *mem = batch->signal;
     if (mem->link != link || batch->signal_off % 8 != 0) return -HXA_E_INVALID;
     if (!(mem->rights & HXA_RIGHT_WRITE)) return -HXA_E_RIGHTS;
-    if (mem->size < 8 || batch->signal_off > mem->size - 8) return -HXA_E_RANGE;
-    return mem->kind == SHM_MAPPED ? 0 : -HXA_E_UNSUPPORTED;     /* process_vm_writev promises no atomic store */
+    return mem->size < 8 || batch->signal_off > mem->size - 8 ? -HXA_E_RANGE : 0;
 }
 
 /* The core has checked all this; a mistake there must not become a wild write here. */
@@ -330,11 +351,12 @@ int shm_submit(hxa_link *link, const hxa_batch *batch, hxa_op *op) {
         shm_bump(batch->verb == HXA_READ ? &self->loop.bytes_read : &self->loop.bytes_written, out.bytes);
         if (out.status != 0) return fail_inline(link, batch, op, &out);
     }
-    shm_bump(&self->loop.ops_inline, 1);
     if (batch->signal != NULL) {
-        shm_signal_store(link, batch);
+        shm_outcome out;
+        if (shm_signal_store(link, batch, &out) != 0) return fail_inline(link, batch, op, &out);
         if (batch->topic == NULL) shm_link_wake(link);
     }
+    shm_bump(&self->loop.ops_inline, 1);
     if (batch->topic == NULL) return HXA_DONE;
     status = shm_notes_send(link, batch, op);
     if (status == HXA_PENDING && batch->signal != NULL) shm_link_wake(link);

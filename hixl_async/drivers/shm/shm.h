@@ -296,7 +296,7 @@ SHM_INTERNAL int shm_cancel(hxa_link *link, hxa_op *op);
 SHM_INTERNAL uint64_t shm_progress(hxa_link *link, const hxa_op *op);
 SHM_INTERNAL void shm_copy(hxa_link *link, const hxa_batch *batch, uint32_t index, uint64_t offset, uint64_t bytes,
                            shm_outcome *out);
-SHM_INTERNAL void shm_signal_store(hxa_link *link, const hxa_batch *batch);
+SHM_INTERNAL int32_t shm_signal_store(hxa_link *link, const hxa_batch *batch, shm_outcome *out);
 SHM_INTERNAL int shm_vm_probe(hxa_link *link, const shm_link_card *card);
 SHM_INTERNAL void shm_op_accept(hxa_op *op, hxa_link *link, const void *what, uint16_t kind);
 SHM_INTERNAL void shm_op_finish(hxa_op *op);
