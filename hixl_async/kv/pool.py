@@ -290,7 +290,8 @@ class Pool:
         """Refuses new work, ends all streams, takes all blocks back, and closes the regions; idempotent.
 
         :param timeout: seconds to wait for the peers of open streams; after that the regions are closed without them,
-            and the engine sees to it that what they still write reaches nobody.
+            and the engine sees to it that what they still write reaches nobody.  With ``memory=`` it reaches that: await
+            ``pool.region.released()`` before it is used for other things.
         :raises InvalidArgumentError: if `timeout` is neither a positive number nor 0; nothing is closed then.
         """
         if timeout != 0:
