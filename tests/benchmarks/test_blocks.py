@@ -37,6 +37,19 @@ async def test_rungs_take_turns() -> None:
     assert [one.iterations >= math.ceil(1e5 / 300) for one in series] == [True] * 3
 
 
+async def test_one_slow_moment_makes_no_short_blocks() -> None:
+    """A preempted run looks as if a single operation filled the block."""
+    runs = 0
+
+    async def run(times: int) -> int:
+        nonlocal runs
+        runs += 1
+        return 10_000_000 if runs == 2 else 100 * times
+
+    (series,) = await interleave([Rung("a", run)], Pace(blocks=1, seconds=1e-4))
+    assert series.iterations >= 1000
+
+
 def test_ratios_are_formed_within_a_turn() -> None:
     """Twice the floor in every turn, although the machine slows down threefold meanwhile."""
     floor, rung = Series("floor", 1, [10.0, 30.0, 20.0], [1.0] * 3), Series("rung", 1, [20.0, 60.0, 40.0], [1.0] * 3)
