@@ -199,18 +199,20 @@ async def test_a_closed_region_is_revoked_at_once_and_forgotten_later(pair: Engi
 # -- what goes wrong
 
 
-async def test_memory_that_hixl_refuses(pair: EnginePair, simulate: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("code", [207001, 503900])
+async def test_memory_that_hixl_refuses(pair: EnginePair, simulate: Callable[[str, object], None], code: int) -> None:
     _, remote = await pair.region("there", 64)
-    simulate("FAULTS", "register=207001")
+    simulate("FAULTS", f"register={code}")
     refused = pair.right.allocate("refused", 64, access="write")
     with pytest.raises(DriverError, match="'refused'.*cannot be used by driver 'hixl'"):
         await pair.peer.region("refused")
     with pytest.raises(DriverError, match="cannot be used") as caught:
         await refused.ready()
-    assert caught.value.native == 207001
+    assert caught.value.native == code
     ours = pair.left.allocate("ours", 64)
-    with pytest.raises(HixlError):
+    with pytest.raises(HixlError) as failed:
         await pair.left.write(ours, remote, deadline=5.0)
+    assert not isinstance(failed.value, PeerLostError), "the link is fine, and it is our own memory"
     simulate("FAULTS", "")
     await refused.aclose()
     await ours.aclose()

@@ -273,7 +273,8 @@ void hxa_instance::register_one(hxa_mem *mem) {
                                             mem->kind == HXA_KIND_DEVICE ? abi::MEM_DEVICE : abi::MEM_HOST, mem->handle)
                      : abi::FAILED;
     }
-    const Outcome outcome = outcome_of(native);
+    Outcome outcome = outcome_of(native);
+    if (outcome.status == HXA_E_LINK) outcome.status = HXA_E_UNSUPPORTED;  // FAILED: no link has to do with it
     if (outcome.ok()) {
         handles[mem->handle]++;
         mem->number = registrations.fetch_add(1) + 1;

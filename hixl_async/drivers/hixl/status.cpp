@@ -45,7 +45,7 @@ constexpr Remedy REMEDIES[] = {
      "comm_resource_config.max_active_channels"},
     {abi::FAILED,
      "FAILED: HIXL's log says why (ASCEND_SLOG_PRINT_TO_STDOUT=1); not initialised, no listener at the address, "
-     "port in use (hixl_port), or a failed transfer"},
+     "port in use (hixl_port), memory that it does not take, or a failed transfer"},
     {107002, "ACL code 107002: no context on the thread; is the NPU visible, and the option device right?"},
     {207000,
      "ACL code 207000: the feature is not supported; fabric memory needs HDK 26 or aclrtMallocHost memory, and CANN 9"},
