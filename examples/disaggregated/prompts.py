@@ -32,5 +32,8 @@ def encode(tokenizer: Tokenizer, text: str, length: int | None = None) -> list[i
     before, after = (tokenizer.encode(part) for part in chat_prompt("\0").split("\0"))
     room = length - len(before) - len(after)
     if room < 1:
-        raise ValueError(f"a prompt has at least {len(before) + len(after) + 1} tokens, not {length}")
+        raise ValueError(
+            f"--length {length} is too short: with what makes a chat of it, a prompt has at least "
+            f"{len(before) + len(after) + 1} tokens"
+        )
     return [*before, *islice(cycle(tokenizer.encode(f"{text} ")), room), *after]

@@ -55,6 +55,10 @@ class Console:
             wrapped = textwrap.fill(line, self._width, initial_indent=indent, subsequent_indent=indent)
             self.line(wrapped or indent.rstrip())
 
+    def notice(self, text: str) -> None:
+        """Prints a line, and ends one that is begun."""
+        self.line(f"\n{text}" if self._line_begun and not self._transient else text)
+
     def piece(self, text: str) -> None:
         """Prints a piece of a line."""
         if not self._quiet and text:

@@ -12,7 +12,7 @@ from typing import Any
 from fleet import Fleet
 from messages import DecodeRequest, GenerateRequest, PrefillRequest, Report, Step, arrivals_topic, tokens_topic
 from timeline import Timeline, Track
-from tokenizer import Tokenizer
+from tokenizer import TextStream, Tokenizer
 
 import hixl_async as hx
 
@@ -51,8 +51,11 @@ class Router:
         self._numbers = itertools.count(1)
 
     async def introduce(self) -> None:
-        """Connects P with D before the first request, so that none has to wait for it."""
-        await self._fleet.ask("P", "meet", {"address": self._fleet.address("D")})
+        """Connects P with D before the first request, so that none has to wait for it.
+
+        :raises Failed: if a process fails.
+        """
+        await self._fleet.together({"P": self._fleet.ask("P", "meet", {"address": self._fleet.address("D")})})
 
     async def disaggregated(
         self,
@@ -74,8 +77,8 @@ class Router:
         run = Run(prompt, max_tokens, asked_ns=time.monotonic_ns())
         to_decode = DecodeRequest(number, len(prompt), max_tokens)
         # D reserves memory, and its ticket allows P to write there. Both begin at once: P to compute, D to wait.
-        ticket = await self._fleet.ask("D", "reserve", to_decode.body())
-        to_prefill = PrefillRequest(number, prompt, ticket, streamed)
+        reserved = await self._fleet.together({"D": self._fleet.ask("D", "reserve", to_decode.body())})
+        to_prefill = PrefillRequest(number, prompt, reserved["D"], streamed)
         await self._answer(
             number,
             run,
@@ -137,9 +140,11 @@ class Router:
 
     def _add_steps(self, run: Run) -> None:
         """Adds the steps of D, as far as they did not wait for a layer."""
-        waits = run.timeline.on("wait")
+        waits, texts = run.timeline.on("wait"), TextStream(self._tokenizer)
+        texts.feed(run.steps[0].token)
         for step in run.steps[1:]:
-            text, start = self._tokenizer.decode([step.token]), step.start_ns
+            # Named by the characters that it completes, for many tokens are only a part of one.
+            text, start = texts.feed(step.token) or "\N{HORIZONTAL ELLIPSIS}", step.start_ns
             for wait in waits:
                 if start < wait.start_ns < step.end_ns:
                     run.timeline.add("D", Track.DECODE, text, start, wait.start_ns)

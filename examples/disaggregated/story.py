@@ -103,7 +103,7 @@ class Story:
             self._warn_of_simulation(engine)
             settings = self._settings(engine.address)
             self._console.progress("three processes start and map the model")
-            async with Fleet(engine, settings, "P", "D", "reference") as fleet:
+            async with Fleet(engine, settings, "P", "D", "reference", tell=self._console.notice) as fleet:
                 router = await self._meet(engine, fleet)
                 answers = [await self._answer(router, question) for question in self._questions]
             longest = max(answers, key=lambda pair: len(pair.together.prompt))
@@ -187,7 +187,8 @@ class Story:
         )
         console.line()
         console.progress("P and D start anew, with a paced link between them")
-        async with Fleet(engine, replace(settings, bytes_per_second=wire.bytes_per_second), "P", "D") as fleet:
+        slow = replace(settings, bytes_per_second=wire.bytes_per_second)
+        async with Fleet(engine, slow, "P", "D", tell=console.notice) as fleet:
             router = await self._meet(engine, fleet)
             streamed = await self._paced(router, together.prompt, streamed=True)
             after = await self._paced(router, together.prompt, streamed=False)

