@@ -148,18 +148,25 @@ class Fleet:
             asyncio.wait({ready, *self._ends.values()}, return_when=asyncio.FIRST_COMPLETED)
         )
         try:
-            await _comes(ready_or_end, START, lambda _looks: None)
+            await _comes(ready_or_end, START, self._look_at_start)
         finally:
             ready_or_end.cancel()
             ready.cancel()
         if self._ended():
             raise Failed(self._ended())
         if not ready.done():
-            missing = [name for name in self._names if name not in self._peers]
-            raise Failed(dict.fromkeys(missing, f"was not ready after {START * LOOK:.0f} s"))
+            raise Failed(dict.fromkeys(self._missing(), f"was not ready after {START * LOOK:.0f} s"))
         ready.result()
         self._silence = dict.fromkeys(self._peers, 0)
         self._watches = {name: asyncio.create_task(self._watch(name, peer)) for name, peer in self._peers.items()}
+
+    def _missing(self) -> list[str]:
+        return [name for name in self._names if name not in self._peers]
+
+    def _look_at_start(self, looks: int) -> None:
+        if looks == GIVE_UP:
+            names = " and ".join(self._missing())
+            self._tell(f"({names} not ready after {looks * LOOK:.0f} s; after {START * LOOK:.0f} s the demo ends)")
 
     async def _connected(self) -> None:
         async with aclosing(self._engine.accepted()) as peers:

@@ -115,3 +115,4 @@ async def test_a_process_that_is_never_ready(told: list[str], tmp_path: Path, mo
     with pytest.raises(Failed, match="^D: was not ready after 0 s$"):
         async with running(told):
             pass
+    assert told == ["(D not ready after 0 s; after 0 s the demo ends)"]
