@@ -25,6 +25,8 @@ HIXL_ASYNC_SANITIZE=$kind "$PYTHON" setup.py --quiet build --build-lib "$build/l
 # The runtime has to be in the process before Python starts; one that cannot be found would be ignored silently.
 LD_PRELOAD=$(gcc -print-file-name=$runtime)
 test -f "$LD_PRELOAD" || { echo "gcc has no $runtime; on Debian: apt-get install libasan8 libtsan2" >&2; exit 1; }
+# So that it finds what throws exceptions; libraries that use it come later.
+LD_PRELOAD="$LD_PRELOAD $(gcc -print-file-name=libstdc++.so.6)"
 
 # Reports go into files: pytest would swallow those of tests that pass, and a child's exit code may be nobody's business.
 log=$PWD/$build/reports/report
