@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any, Protocol, TypeAlias
 
-from typing_extensions import Buffer, disjoint_base
+from typing_extensions import Buffer
 
 from ._batch import Batch
 from ._flights import Flights
@@ -20,7 +20,6 @@ _Remote: TypeAlias = Slice | RemoteMemory
 _Note: TypeAlias = tuple[str, Buffer]  # topic, payload
 _Signal: TypeAlias = tuple[Slice, int]  # 8 remote bytes, value
 
-@disjoint_base
 class Core(Flights):
     def write(
         self,

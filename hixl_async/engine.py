@@ -626,7 +626,7 @@ class Engine(Core):
             assert self._topics is not None
             self._topics.deliver(peer, topic, data)
         elif kind == _link.EVENT_LOG:
-            logger.info("%s", data.decode("utf-8", "replace"))
+            logger.log(logging.WARNING if status else logging.INFO, "%s", data.decode("utf-8", "replace"))
         elif peer is None:
             return
         elif kind == _link.EVENT_SIGNAL:

@@ -145,7 +145,7 @@ enum hxa_event_kind {
     HXA_EVENT_NOTE = 1,       /* a notification: topic, data */
     HXA_EVENT_SIGNAL = 2,     /* some signal word of ours may have changed */
     HXA_EVENT_LINK_DOWN = 3,  /* the link broke; status says why, data is text */
-    HXA_EVENT_LOG = 4,        /* data is a line for the log */
+    HXA_EVENT_LOG = 4,        /* data is a line for the log; a warning if status is not 0 */
     HXA_EVENT_MESSAGE = 5     /* data, at most HXA_MESSAGE_BYTES, is for the driver at the other end of the link: the core carries
                                * it over the control connection, in order, to `message` there.  A peer that does not read is
                                * given up when a thousand messages or 512 KiB wait for it, so less than that may be on its way.

@@ -126,7 +126,7 @@ bool Route::by_hixl(hxa_link *link, std::vector<Entry> &entries, uint64_t now) {
 void Route::switch_over(hxa_link *link, const std::string &why) {
     if (link->by_control) return;
     link->by_control = true;
-    self_.log(link, "hixl: " + id + ": notifications go by the control connection from here on: " + why);
+    self_.warn(link, "hixl: " + id + ": notifications go by the control connection from here on: " + why);
 }
 
 void Route::resend(hxa_link *link, uint64_t seq) {

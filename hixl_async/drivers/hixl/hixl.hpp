@@ -318,6 +318,7 @@ struct hxa_instance {
     std::vector<hxa_mem *> regions;  // ours and not yet let go of
 
     void log(const hxa_link *link, const std::string &text);
+    void warn(const hxa_link *link, const std::string &text);
     void event(const hxa_link *link, uint32_t kind, const std::string &data, int32_t status = HXA_OK);
     void say(const hxa_link *link, hx::Word word, const std::string &body = {});
     std::vector<std::shared_ptr<hx::Route>> all_routes();

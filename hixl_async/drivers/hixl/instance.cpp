@@ -146,7 +146,7 @@ hxa_instance::hxa_instance(Options wanted, Library loaded, const hxa_sink &to)
       library(std::move(loaded)),
       crew(options.threads, options.spin_us * US, [this] { enter(); }),
       token(random_word()) {
-    crew.complain = [this](const char *line) { log(nullptr, line); };
+    crew.complain = [this](const char *line) { warn(nullptr, line); };
     life = std::make_shared<Calls>(crew, [this](uint64_t now) { return end(now); });
     memory = std::make_shared<Calls>(crew, [this](uint64_t now) { return let_go(now); });
     notes = std::make_shared<Calls>(crew, [this](uint64_t now) { return fetch(now); });
@@ -176,6 +176,8 @@ void hxa_instance::event(const hxa_link *link, uint32_t kind, const std::string 
 
 void hxa_instance::log(const hxa_link *link, const std::string &line) { event(link, HXA_EVENT_LOG, line); }
 
+void hxa_instance::warn(const hxa_link *link, const std::string &line) { event(link, HXA_EVENT_LOG, line, 1); }
+
 void hxa_instance::say(const hxa_link *link, Word word, const std::string &body) {
     event(link, HXA_EVENT_MESSAGE, std::string(1, static_cast<char>(word)) + body);
 }
@@ -200,7 +202,7 @@ void hxa_instance::enter() {
         const int error = acl.set_device(device);
         if (error == 0 && acl.get_context(&made) == 0) context = made;
         else
-            log(nullptr, text("hixl: aclrtSetDevice(%d) answered %d; working without a context (no NPU visible?)",
+            warn(nullptr, text("hixl: aclrtSetDevice(%d) answered %d; working without a context (no NPU visible?)",
                               device, error));
         context_state = 2;
         crew.reenter();  // threads that came meanwhile have none yet
@@ -228,7 +230,7 @@ Outcome hxa_instance::initialize() {
         if (native != abi::FAILED || options.port != 0) break;  // FAILED: the port was taken meanwhile
     }
     if (native != abi::SUCCESS) {
-        log(nullptr, text("hixl: Initialize at %s (hixl_ip, hixl_port) answered %u", id.c_str(), native));
+        warn(nullptr, text("hixl: Initialize at %s (hixl_ip, hixl_port) answered %u", id.c_str(), native));
         Outcome outcome = outcome_of(native);
         if (outcome.status == HXA_E_LINK) outcome.status = HXA_E_UNSUPPORTED;  // there is no link yet
         return outcome;
@@ -265,7 +267,7 @@ Outcome hxa_instance::initialize() {
         Guard guard(slots_lock);
         for (int32_t i = SCRATCH_WORDS; i-- > 0;) slots.push_back(i);
     } else {
-        log(nullptr, text("hixl: host memory cannot be registered (%u), so that signals cannot be sent", native));
+        warn(nullptr, text("hixl: host memory cannot be registered (%u), so that signals cannot be sent", native));
     }
     started = 1;
     log(nullptr, "hixl: " + library.path + " listens at " + id + ", back-end " + word_of(backend));

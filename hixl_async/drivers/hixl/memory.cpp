@@ -233,7 +233,7 @@ void *hxa_instance::host_alloc(uint64_t size, hxa_mem &mem) {
         pthread_join(thread, nullptr);
         const uint64_t took = (clock_now() - begun) / MS;
         if (took >= SLOW_MS)
-            log(nullptr, text("hixl: aclrtMallocHost of %llu MiB took %llu ms, for which the event loop stood still; "
+            warn(nullptr, text("hixl: aclrtMallocHost of %llu MiB took %llu ms, for which the event loop stood still; "
                               "allocate before there are peers, or register what another thread allocated",
                               static_cast<unsigned long long>(size >> 20), static_cast<unsigned long long>(took)));
         if (work.base != nullptr) {
@@ -242,7 +242,7 @@ void *hxa_instance::host_alloc(uint64_t size, hxa_mem &mem) {
         }
         // Without a device (a NIC of the host needs none) it has to be pages; with one HIXL would not take them.
         if (work.error != 0 && (context != nullptr || options.host_memory == HostMemory::PINNED)) {
-            log(nullptr, text("hixl: aclrtMallocHost of %llu MiB answered %d; allocate less at once, or take "
+            warn(nullptr, text("hixl: aclrtMallocHost of %llu MiB answered %d; allocate less at once, or take "
                               "host_memory=pages where HIXL can use them",
                               static_cast<unsigned long long>(size >> 20), work.error));
             return nullptr;

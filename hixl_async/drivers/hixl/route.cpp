@@ -200,7 +200,7 @@ void Route::finish(hxa_op *op, const Outcome &outcome) {
 
 void Route::report(const char *call, uint64_t ns, bool over) {
     const double seconds = static_cast<double>(ns) / 1e9;
-    self_.log(nullptr,
+    self_.warn(nullptr,
               over ? text("hixl: %s moves again; %s took %.1f s", id.c_str(), call, seconds)
                    : text("hixl: %s: a call of %s lasts %.1f s by now; other links go on", id.c_str(), call, seconds));
 }
@@ -299,7 +299,7 @@ void Route::hurry(uint64_t now, uint64_t &next) {
     hurry_at_ = now + SECOND;
     next = std::min(next, hurry_at_);
     if (sockets_.shut() != 0)
-        self_.log(nullptr, text("hixl: %s: no answer to %s in %.1f s; its socket was shut", id.c_str(), call,
+        self_.warn(nullptr, text("hixl: %s: no answer to %s in %.1f s; its socket was shut", id.c_str(), call,
                                 static_cast<double>(now - since) / 1e9));
 }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <mutex>
 #include <set>
+#include <utility>
 
 #include "acl.hpp"
 #include "connect_pool.hpp"
@@ -59,7 +60,16 @@ void remember(sim::Engine *engine) {
     alive.push_back(engine);
 }
 
+// HIXLSIM_STRICT: requests whose last answer was given. In the real library they may be another's by now.
+std::mutex answered_guard;
+using Asked = std::pair<const sim::Engine *, void *>;  // some back-ends number the requests of each engine
+std::set<Asked> &answered = *new std::set<Asked>;      // threads may outlive statics
+
 void forget(sim::Engine *engine) {
+    {
+        std::lock_guard<std::mutex> hold(answered_guard);
+        answered.erase(answered.lower_bound({engine, nullptr}), answered.lower_bound({engine + 1, nullptr}));
+    }
     std::lock_guard<std::mutex> hold(alive_guard);
     for (auto each = alive.begin(); each != alive.end(); ++each) {
         if (*each == engine) {
@@ -69,28 +79,24 @@ void forget(sim::Engine *engine) {
     }
 }
 
-// HIXLSIM_STRICT: requests whose last answer was given. In the real library they may be another's by now.
-std::mutex answered_guard;
-std::set<void *> &answered = *new std::set<void *>;  // threads may outlive statics
-
-void note_issued(void *req) {
+void note_issued(const sim::Engine *engine, void *req) {
     if (sim::settings().strict) {
         std::lock_guard<std::mutex> hold(answered_guard);
-        answered.erase(req);
+        answered.erase({engine, req});
     }
 }
 
-void note_answered(void *req, TransferStatus status) {
+void note_answered(const sim::Engine *engine, void *req, TransferStatus status) {
     if (sim::settings().strict && status != TransferStatus::WAITING) {
         std::lock_guard<std::mutex> hold(answered_guard);
-        answered.insert(req);
+        answered.insert({engine, req});
     }
 }
 
-void check_answered(void *req) {
+void check_answered(const sim::Engine *engine, void *req) {
     if (sim::settings().strict) {
         std::lock_guard<std::mutex> hold(answered_guard);
-        if (answered.count(req) != 0) {
+        if (answered.count({engine, req}) != 0) {
             die("request %p is asked about again: its first answer that was not WAITING was its last", req);
         }
     }
@@ -282,7 +288,7 @@ Status Hixl::TransferAsync(const AscendString &remote_engine, TransferOp operati
     }
     const Status status = engine->transfer_async(text(remote_engine), operation, op_descs, optional_args.user_data, req);
     if (status == SUCCESS) {
-        note_issued(req);
+        note_issued(&*engine, req);
     }
     return status;
 }
@@ -293,13 +299,13 @@ Status Hixl::GetTransferStatus(const TransferReq &req, TransferStatus &status) {
     if (req == nullptr) {
         return FAILED;
     }
-    check_answered(req);
+    check_answered(&*engine, req);
     status = TransferStatus::WAITING;
     const Status answer = engine->status_of(req, status);
     if (answer != SUCCESS) {
         status = TransferStatus::FAILED;
     }
-    note_answered(req, status);
+    note_answered(&*engine, req, status);
     return answer;
 }
 
@@ -310,7 +316,7 @@ Status Hixl::GetTransferStatus(const GetTransferStatusArgs &args, std::vector<Tr
     if (answer == SUCCESS) {
         sim::add(sim::Count::batches);
         for (const TransferResult &result : results) {
-            note_answered(result.req, result.status);
+            note_answered(&*engine, result.req, result.status);
         }
     }
     return answer;
