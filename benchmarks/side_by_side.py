@@ -82,7 +82,15 @@ def begins(contestant: Contestant, word: str) -> bool:
 
 
 async def measure(teams: Sequence[Team], work: Work, quick: bool) -> list[Series]:
-    """All teams that have a way to do `work`, in turn."""
+    """All teams that have a way to do `work`, in turn; once more without one that breaks down over it."""
+    while True:
+        try:
+            return await _measure([team for team in teams if not team.lost], work, quick)
+        except TeamError as error:
+            print(f"  {error}", file=sys.stderr, flush=True)
+
+
+async def _measure(teams: Sequence[Team], work: Work, quick: bool) -> list[Series]:
     if work.kind == "idle":
         calm = [team for team in teams if not team.contestant.spins]
         groups = [calm, *([team] for team in teams if team.contestant.spins)]
@@ -139,11 +147,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = asyncio.run(measure(teams, work, options.quick))
             series += [(work, one) for one in found]
             there = {one.rung for one in found}
-            absent += [(work, team.contestant) for team in teams if team.contestant.name not in there]
+            absent += [
+                (work, team.contestant.name, team.lost or team.contestant.lacks.get(work.kind, ""))
+                for team in teams
+                if team.contestant.name not in there
+            ]
     report["seconds"] = round(time.monotonic() - began, 1)
-    report["absent"] = [
-        {**work._asdict(), "contestant": one.name, "why": one.lacks.get(work.kind, "")} for work, one in absent
-    ]
+    report["absent"] = [{**work._asdict(), "contestant": name, "why": why} for work, name, why in absent]
     report["series"] = [
         {
             "kind": work.kind,

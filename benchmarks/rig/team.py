@@ -44,6 +44,8 @@ class Team:
         self._line = line
         self._processes = processes
         self._noise = noise
+        #: Why it takes part in nothing any more; empty while it does.
+        self.lost = ""
 
     def ask(self, work: Work, times: int) -> int | None:
         """Lets the initiator do `work`; nanoseconds, or None if it has no way to do it."""
@@ -78,7 +80,8 @@ class Team:
         for process in self._processes:
             process.join(1)  # its last words are the ones that count
         said = self._noise.read_text(errors="replace").strip().splitlines()
-        return TeamError(f"{self.contestant.name}: {what}: {said[-1] if said else 'it said nothing'}")
+        self.lost = f"{what}: {said[-1] if said else 'it said nothing'}"
+        return TeamError(f"{self.contestant.name}: {self.lost}")
 
     def cpu_ns(self) -> int:
         """CPU time of both processes so far, all threads, those that have ended too."""
