@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .arguments import positive_seconds
 from .errors import InvalidArgumentError
 from .types import Address
 
@@ -51,9 +52,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("stall", "connect_timeout", "close_timeout"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {value!r}")
+            positive_seconds(name, getattr(self, name))
         for name in ("name", "domain"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= 128:
