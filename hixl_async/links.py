@@ -2,10 +2,10 @@
 
 ::
 
-    link     a driver's card, which the other side's driver joins with its own
+    link         a driver's card, which the other side's driver joins with its own
     link.failed  that driver will not do: both sides go on without it, unless it was the last
-    ready    all that could be linked is; who has said and heard it may submit
-    driver   what a driver has to say to the one at the other end
+    ready        all that could be linked is; who has said and heard it may submit
+    driver       what a driver has to say to the one at the other end
 """
 
 from __future__ import annotations
@@ -71,6 +71,19 @@ class Links:
             if link.driver.capabilities & needed:
                 return link
         raise DriverError(f"none of the drivers linked with {self._peer.name!r} ({', '.join(self._links)}) can {what}")
+
+    def pace(self, bytes_per_second: int) -> None:
+        """At most so many for each from now on, 0: any; all of them or none."""
+        paced = []
+        try:
+            for link in self._links.values():
+                link.pace(bytes_per_second)
+                paced.append(link)
+        except HixlError:
+            for link in paced:
+                link.pace(self._pace)
+            raise
+        self._pace = bytes_per_second
 
     # -- coming up
 
@@ -251,19 +264,6 @@ class Links:
                 f"peer {self._peer.name!r} has a message of {len(data)} bytes for {name!r}", peer=self._peer.name
             )
         self._links[name].message(data)
-
-    def pace(self, bytes_per_second: int) -> None:
-        """At most so many for each from now on, 0: any; all of them or none."""
-        paced = []
-        try:
-            for link in self._links.values():
-                link.pace(bytes_per_second)
-                paced.append(link)
-        except HixlError:
-            for link in paced:
-                link.pace(self._pace)
-            raise
-        self._pace = bytes_per_second
 
     # -- the end
 

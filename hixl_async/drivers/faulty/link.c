@@ -50,17 +50,14 @@ void faulty_link_free(hxa_link *link) {
     faulty_reap(self);
 }
 
-static int answer_of(faulty_flight *flight, int answer) {
-    if (answer == HXA_PENDING) return answer;
-    if (answer < 0) flight->outer->native = flight->op.native;
-    free(flight);
-    return answer;
-}
-
 int faulty_link_fence(hxa_link *link, hxa_op *op) {
     faulty_flight *flight = faulty_flight_new(link->self, link, op, FAULTY_CALL);
     if (flight == NULL) return -HXA_E_NOMEM;
-    return answer_of(flight, link->self->table->link_fence(link->inner, &flight->op));
+    const int answer = link->self->table->link_fence(link->inner, &flight->op);
+    if (answer == HXA_PENDING) return answer;
+    if (answer < 0) op->native = flight->op.native;
+    free(flight);
+    return answer;
 }
 
 /* ---- events ----------------------------------------------------------------------------------------------------------- */
