@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ._core import Core
@@ -46,44 +47,48 @@ class Subscription(Feed[Notification]):
         self.topic = topic
 
 
-def _weight(note: Notification) -> int:
-    return OVERHEAD + len(note.topic) + len(note.payload)
+def _weight(topic: str, payload: bytes) -> int:
+    return OVERHEAD + len(topic) + len(payload)
 
 
 class _Backlog:
-    """Messages of one peer, numbered, in the order of arrival and by topic."""
+    """Messages of one peer, numbered, in the order of arrival and by topic.
+
+    They are kept as plain tuples of text and bytes, which Python's garbage collector lets go of; thousands of
+    `Notification` would make its full collections longer, at a time that the sender chooses.
+    """
 
     def __init__(self) -> None:
         self.weight = 0
-        self._notes: OrderedDict[int, Notification] = OrderedDict()
+        self._notes: OrderedDict[int, tuple[str, bytes]] = OrderedDict()
         self._topics: dict[str, deque[int]] = {}
 
     def __len__(self) -> int:
         return len(self._notes)
 
-    def add(self, number: int, note: Notification) -> None:
-        self._notes[number] = note
-        self._topics.setdefault(note.topic, deque()).append(number)
-        self.weight += _weight(note)
+    def add(self, number: int, topic: str, payload: bytes) -> None:
+        self._notes[number] = topic, payload
+        self._topics.setdefault(topic, deque()).append(number)
+        self.weight += _weight(topic, payload)
 
     def drop_oldest(self) -> int:
         """Answers its weight."""
-        _, note = self._notes.popitem(last=False)
-        numbers = self._topics[note.topic]
+        _, (topic, payload) = self._notes.popitem(last=False)
+        numbers = self._topics[topic]
         numbers.popleft()
         if not numbers:
-            del self._topics[note.topic]
-        weight = _weight(note)
+            del self._topics[topic]
+        weight = _weight(topic, payload)
         self.weight -= weight
         return weight
 
-    def take(self, topic: str | None) -> Iterable[tuple[int, Notification]]:
+    def take(self, topic: str | None) -> Iterable[tuple[int, str, bytes]]:
         """All of one topic, or all."""
         for name in [topic] if topic is not None else list(self._topics):
             for number in self._topics.pop(name, ()):
-                note = self._notes.pop(number)
-                self.weight -= _weight(note)
-                yield number, note
+                _, payload = self._notes.pop(number)
+                self.weight -= _weight(name, payload)
+                yield number, name, payload
 
 
 class Topics:
@@ -118,18 +123,18 @@ class Topics:
         self._queues.setdefault(topic, []).append(queue)
         self._takers.clear()
         for note in self._take(topic):
-            self.dropped += not queue.put(note, _weight(note))
+            self.dropped += not queue.put(note, _weight(note.topic, note.payload))
         return Subscription(self, topic, queue)
 
     def deliver(self, peer: Peer, topic: bytes, payload: bytes) -> None:
         """One message, to every subscription of its topic, or to the backlog."""
         name, takers = self._takers.get(topic) or self._find_takers(topic)
-        note = Notification(peer, name, payload)
         self.received += 1
         if not takers:
-            self._hold(note)
+            self._hold(peer, name, payload)
             return
-        weight = OVERHEAD + len(name) + len(payload)
+        note = Notification(peer, name, payload)
+        weight = _weight(name, payload)
         for queue in takers:
             if not queue.put(note, weight):
                 self.dropped += 1
@@ -142,13 +147,13 @@ class Topics:
             self._takers[topic] = name, takers
         return name, takers
 
-    def _hold(self, note: Notification) -> None:
-        backlog = self._backlogs.get(note.peer)
+    def _hold(self, peer: Peer, topic: str, payload: bytes) -> None:
+        backlog = self._backlogs.get(peer)
         if backlog is None:
-            backlog = self._backlogs[note.peer] = _Backlog()
-        backlog.add(next(self._numbers), note)
+            backlog = self._backlogs[peer] = _Backlog()
+        backlog.add(next(self._numbers), topic, payload)
         self._held += 1
-        self._weight += _weight(note)
+        self._weight += _weight(topic, payload)
         while self._held > self._limit or self._weight > ROOM:
             greediest = max(self._backlogs, key=lambda peer: self._backlogs[peer].weight)
             self._weight -= self._backlogs[greediest].drop_oldest()
@@ -158,10 +163,15 @@ class Topics:
                 del self._backlogs[greediest]
 
     def _take(self, topic: str | None) -> list[Notification]:
-        taken = sorted(pair for backlog in self._backlogs.values() for pair in backlog.take(topic))
+        taken = [
+            (number, Notification(peer, name, payload))
+            for peer, backlog in self._backlogs.items()
+            for number, name, payload in backlog.take(topic)
+        ]
+        taken.sort(key=itemgetter(0))
         self._backlogs = {peer: backlog for peer, backlog in self._backlogs.items() if backlog}
         self._held -= len(taken)
-        self._weight -= sum(_weight(note) for _, note in taken)
+        self._weight -= sum(_weight(note.topic, note.payload) for _, note in taken)
         return [note for _, note in taken]
 
     def forget(self, topic: str | None, queue: Queue[Notification]) -> None:

@@ -259,7 +259,7 @@ def _no_constant(name: str) -> NoReturn:
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 # Looking at every number costs as much again as reading the whole message; only these can be out of range.
-_LARGE_NUMBER = re.compile(r"[0-9]{19}|[0-9][eE]")
+_LARGE_NUMBER = re.compile(r"[0-9]{19}|[eE]\+?[0-9]{3}")
 _PLAIN = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
 _CAREFUL = json.JSONDecoder(
     object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite, parse_int=_integer

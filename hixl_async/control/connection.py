@@ -34,7 +34,7 @@ _CROWDED_MESSAGES = 512
 _CROWDED_BYTES = 1 << 20
 # How much of one connection is handled before the loop serves others.
 _MESSAGES_PER_PASS = 64
-_BYTES_PER_PASS = 16 << 10
+_SECONDS_PER_PASS = 0.001
 # How long aclose() waits for a peer that does not read.
 _FLUSH_TIMEOUT = 1.0
 
@@ -247,7 +247,7 @@ class Connection:
 
     def _deliver(self) -> None:
         """Delivers what has arrived; a flood is cut, and its rest delivered in the next pass of the loop."""
-        size = 0
+        end = self._loop.time() + _SECONDS_PER_PASS
         for _ in range(_MESSAGES_PER_PASS):
             if self._state is not _State.OPEN:
                 return
@@ -259,8 +259,7 @@ class Connection:
             except HixlError as error:
                 self._lose(error)
                 return
-            size += len(packet.data)
-            if size >= _BYTES_PER_PASS:
+            if self._loop.time() >= end:
                 break
         if self._state is _State.OPEN and self._channel.buffered:
             self._again = self._loop.call_soon(self._pump_again)

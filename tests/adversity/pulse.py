@@ -15,7 +15,8 @@ class Pulse:
     """Ticks every millisecond; remembers the longest pause between two ticks, on the wall and in CPU time of this thread.
 
     On a machine that others use too the wall says little; what the loop itself did to be late costs CPU time, or is a
-    system call that blocked.
+    system call that blocked.  The loop's debug mode is off meanwhile: it looks at the files of the whole stack for each
+    handle that is made, some of them in each pass of the loop, and would be most of what is measured.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class Pulse:
         #: The most CPU seconds between two ticks.
         self.worst_cpu = 0.0
         self._loop = asyncio.get_running_loop()
+        self._debug = self._loop.get_debug()
         self._timer: asyncio.TimerHandle | None = None
         self._last = self._last_cpu = 0.0
 
@@ -42,9 +44,11 @@ class Pulse:
         self._timer = self._loop.call_later(TICK, self._beat)
 
     async def __aenter__(self) -> Self:
+        self._loop.set_debug(False)
         self._beat()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         assert self._timer is not None
         self._timer.cancel()
+        self._loop.set_debug(self._debug)

@@ -19,6 +19,7 @@ from hixl_async import (
     Subscription,
     TransferTimeoutError,
 )
+from hixl_async.notify import Topics
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process
 
 from .conftest import settle, until
@@ -171,6 +172,24 @@ async def test_the_backlog_is_bounded_by_bytes_and_fair(engine: Engine) -> None:
         held = drain(engine.notifications("flood"))
         assert 200 < len(held) < 280
         assert sum(len(note.payload) for note in held) <= 16 << 20
+
+
+async def test_the_backlog_is_nothing_to_the_garbage_collector(engine: Engine) -> None:
+    """Who sends what nobody reads must not make each full collection longer."""
+
+    class From:
+        name = "a peer"
+
+    topics, peer = Topics(engine, 4096), From()
+    gc.collect()
+    before = len(gc.get_objects())
+    for number in range(4000):
+        topics.deliver(peer, b"topic", b"%d" % number)  # type: ignore[arg-type]
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100
+    notes = drain(topics.subscribe("topic"))
+    assert [int(note.payload) for note in notes] == list(range(4000))
+    assert {note.peer for note in notes} == {peer}
 
 
 async def test_a_queue_is_bounded_by_bytes(pair: EnginePair) -> None:
