@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import gc
 import importlib.util
+import linecache
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The debug mode remembers where every task, future and handle was made; ten frames of each cost more than the tests.
 asyncio.constants.DEBUG_STACK_DEPTH = 2  # type: ignore[attr-defined]
+# Nor does anybody edit a file while the tests run; to look for that each time took a tenth of their CPU time.
+linecache.checkcache = lambda filename=None: None
 
 #: What reached the exception handler of a test's loop.
 _errors: list[dict[str, Any]] = []
