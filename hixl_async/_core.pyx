@@ -29,7 +29,9 @@ from libc.math cimport INFINITY
 from ._batch cimport Batch
 from ._flights cimport Flights, hxa_now
 from ._link cimport Driver, Link, driver_error
-from ._memory cimport LocalMemory, Memory, Places, RemoteMemory, Slice, check_access, check_reach, raise_gone, whole
+from ._memory cimport (
+    LocalMemory, Memory, Places, RemoteMemory, Slice, check_access, check_contents, check_reach, raise_gone, whole,
+)
 from ._transfer cimport COST_NANOSECONDS, CREDIT, DONE, SMALL_BYTES, Transfer
 from .driver cimport *
 
@@ -69,6 +71,7 @@ cdef class Core(Flights):
                 raise errors.BufferTypeError(
                     f"{type(buffer).__name__} has no contiguous memory to register: {error}"
                 ) from error
+        check_contents(buffer, &memory.source)
         memory.readonly = memory.source.readonly
         if memory.readonly and rights & HXA_RIGHT_WRITE:
             PyBuffer_Release(&memory.source)
@@ -227,6 +230,7 @@ cdef class Core(Flights):
                 f"local {type(local).__name__} cannot be used: {error}; it must be contiguous"
                 + (" and writable to be read into" if verb == HXA_READ else "")
             ) from error
+        check_contents(local, &transfer.view)
         transfer.desc.loff = <uint64_t>transfer.view.buf
         size = transfer.view.len
         if not anywhere:

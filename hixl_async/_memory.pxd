@@ -58,6 +58,7 @@ cdef class Slice:
 
 cdef Slice whole(object side, str name, type kind)
 cdef int check_access(Memory remote, uint32_t verb) except -1
+cdef int check_contents(object buffer, Py_buffer *view) except -1
 cdef int check_reach(LocalMemory local, Driver driver) except -1
 cdef int raise_gone(object memory) except -1
 

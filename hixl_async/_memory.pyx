@@ -2,7 +2,10 @@
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo, PyBuffer_Release
+from cpython.bytearray cimport PyByteArray_CheckExact
+from cpython.bytes cimport PyBytes_CheckExact
 from cpython.long cimport PyLong_CheckExact
+from cpython.memoryview cimport PyMemoryView_Check, PyMemoryView_GET_BUFFER
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from libc.string cimport memset
@@ -395,6 +398,41 @@ cdef int check_reach(LocalMemory local, Driver driver) except -1:
             f"{local!r} is not known to driver {driver.name!r}, which cannot register it; use memory that it can"
         )
     return 0
+
+
+cdef int check_contents(object buffer, Py_buffer *view) except -1:
+    """Releases `view` and raises if `buffer` holds references to Python objects: after a copy they would lead to anywhere."""
+    if PyByteArray_CheckExact(buffer) or PyBytes_CheckExact(buffer):
+        return 0
+    try:
+        if not _holds_objects(buffer):
+            return 0
+        raise errors.BufferTypeError(
+            f"{type(buffer).__name__} holds references to Python objects, which mean nothing in another process: "
+            "transfer what they stand for, in an array of a plain dtype or pickled"
+        )
+    except BaseException:
+        PyBuffer_Release(view)
+        raise
+
+
+cdef bint _holds_objects(object buffer) except -1:
+    """Arrays are asked for their dtype before the format of their buffer: some dtypes have none."""
+    cdef const char *at
+    cdef bint name = False
+    kind = getattr(buffer, "dtype", None)
+    if kind is not None:
+        return getattr(kind, "hasobject", False)
+    if not PyMemoryView_Check(buffer):
+        buffer = memoryview(buffer)
+    at = PyMemoryView_GET_BUFFER(buffer).format
+    while at != NULL and at[0] != 0:
+        if at[0] == b":":
+            name = not name  # a field's name stands between two
+        elif at[0] == b"O" and not name:
+            return True
+        at += 1
+    return False
 
 
 cdef class Places:

@@ -701,7 +701,7 @@ def _has_buffer(obj: object) -> bool:
         memoryview(obj).release()  # type: ignore[arg-type]
     except TypeError:
         return False
-    except BufferError:
+    except (BufferError, ValueError):  # it cannot be described, say because it is a datetime64; its bytes can be had
         return True
     return True
 

@@ -211,7 +211,8 @@ class Fleet:
                 await asyncio.wait(self._ends.values(), timeout=LEAVE)
         finally:
             self._kill()
-        await asyncio.gather(*leaving, *self._ends.values())
+            await asyncio.gather(*self._ends.values())  # at once, for all have ended
+        await asyncio.gather(*leaving)
 
     def _kill(self) -> None:
         """Ends what still runs, stopped or not; another Ctrl-C has to wait for that."""

@@ -5,6 +5,11 @@ What concerns regions, connections, notifications and requests alone stands besi
 
 from __future__ import annotations
 
+import array
+import ctypes
+import mmap
+import os
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -131,6 +136,48 @@ async def test_read_only_buffers_as_the_target_of_a_read(world: World, buffer: A
     ):
         with pytest.raises(BufferTypeError, match="read-only"):
             call()
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        numpy.array([None]), memoryview(numpy.array([None])),
+        numpy.zeros(1, "O").view(numpy.recarray), (ctypes.py_object * 1)(),
+        numpy.zeros(1, [("inner", [("plain", "i8"), ("object", "O")])])["inner"],
+        memoryview(numpy.zeros(1, [("plain", "i8"), ("object", "O")])),
+    ],
+)  # fmt: skip
+async def test_references_to_objects(world: World, buffer: Any) -> None:
+    """To read into them would crash the process, or worse."""
+    remote = world.remote[0 : memoryview(buffer).nbytes]
+    references = sys.getrefcount(buffer)
+    for call in (
+        lambda: world.left.read(buffer, remote),
+        lambda: world.left.write(buffer, remote),
+        lambda: world.left.register("objects", buffer),
+    ):
+        with pytest.raises(BufferTypeError, match="references to Python objects"):
+            call()
+    assert sys.getrefcount(buffer) == references
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        numpy.array([7], "M8[s]"), numpy.array([7], "e"), memoryview(numpy.zeros(1, [("Offset", "i4"), ("ORIGIN", "i4")])),
+        numpy.zeros(1, [("O", "i8")]), array.array("d", [1.0]), (ctypes.c_char * 8)(), mmap.mmap(-1, 8),
+        memoryview(bytearray(8)),
+    ],
+)  # fmt: skip
+async def test_plain_data_of_any_kind(buffer: Any) -> None:
+    view = buffer.view("uint8") if isinstance(buffer, numpy.ndarray) else memoryview(buffer).cast("B")
+    async with engine_pair() as pair:
+        region, remote = await pair.region("kv", len(view))
+        memoryview(region)[:] = content = os.urandom(len(view))
+        await pair.left.read(buffer, remote)
+        assert bytes(view) == content
+        await pair.left.write(pair.left.register("plain", buffer), remote)
+        await pair.left.write(buffer, remote)
 
 
 # -- whose memory
