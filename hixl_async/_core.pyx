@@ -125,7 +125,7 @@ cdef class Core(Flights):
         :return: a `Transfer`, already started.
         :raises RangeError: if a range is empty, outside of its region, or the lengths differ.
         :raises AccessError: if the region does not grant writing.
-        :raises BufferTypeError: if `local` has no contiguous memory.
+        :raises BufferTypeError: if `local` has no contiguous memory, or holds references to Python objects.
         :raises PeerLostError: if the peer is gone.
         :raises StaleRegionError: if the remote region was closed.
         :raises BusyError: if a bounded queue of the driver is full.

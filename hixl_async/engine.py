@@ -352,7 +352,8 @@ class Engine(Core):
 
         The object is kept alive until the region is closed and nobody uses it any more.  Parameters as for `allocate`.
 
-        :raises BufferTypeError: if `buffer` has no contiguous memory, or is read-only and `access` lets peers write.
+        :raises BufferTypeError: if `buffer` has no contiguous memory, holds references to Python objects, or is read-only and
+            `access` lets peers write.
         :raises DriverError: if no driver can register memory that exists already.
         """
         rights = self._check_new_region(name, access, grant)
