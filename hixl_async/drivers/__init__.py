@@ -24,13 +24,20 @@ WRAPPER = "wrapper"
 _BUILT_IN = {name: EntryPoint(name, f"hixl_async.drivers._{name}:DRIVER", GROUP) for name in ("shm", "faulty", "hixl")}
 
 
-def _entries() -> dict[str, EntryPoint]:
-    return {**_BUILT_IN, **{entry.name: entry for entry in entry_points(group=GROUP)}}
+# Those that were found so far.  To look for them opens a file of every distribution that is installed, hundreds of them where
+# models are served, and that while an engine is opened, on the loop's thread.
+_known: dict[str, EntryPoint] = {}
+
+
+def _look() -> dict[str, EntryPoint]:
+    _known.update(_BUILT_IN)
+    _known.update({entry.name: entry for entry in entry_points(group=GROUP)})
+    return _known
 
 
 def names() -> list[str]:
     """Names of all drivers that are installed, whether or not they can be loaded here."""
-    return sorted(_entries())
+    return sorted(_look())
 
 
 def load(name: str) -> Any:
@@ -38,10 +45,9 @@ def load(name: str) -> Any:
 
     :raises DriverLoadError: if there is no such driver, or its module cannot be imported or does not fit this core.
     """
-    entries = _entries()
-    entry = entries.get(name)
+    entry = _known.get(name) or _look().get(name)
     if entry is None:
-        raise DriverLoadError(f"there is no driver {name!r}; installed: {', '.join(sorted(entries))}")
+        raise DriverLoadError(f"there is no driver {name!r}; installed: {', '.join(sorted(_known))}")
     try:
         capsule = getattr(import_module(entry.module), entry.attr)
     except (ImportError, AttributeError) as error:
