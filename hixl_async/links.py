@@ -6,6 +6,7 @@
     link.failed  that driver will not do: both sides go on without it, unless it was the last
     ready        all that could be linked is; who has said and heard it may submit
     driver       what a driver has to say to the one at the other end
+    link.down    one broke after that: the side that saw it parts from the other
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["Links"]
 
 logger = logging.getLogger("hixl_async")
 
-#: Characters of a failure that the other side is told.
+#: Characters of a failure that one side tells the other.
 FAILURE_LIMIT = 500
 
 

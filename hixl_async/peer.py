@@ -30,7 +30,7 @@ from .errors import (
     PeerLostError,
     ProtocolError,
 )
-from .links import Links
+from .links import FAILURE_LIMIT, Links
 from .memory import Region, RemoteRegion
 from .messages import Incoming, close_all
 from .sharing import Exports, Imports
@@ -230,6 +230,7 @@ class Peer:
                 "region.get": exports.on_get,
                 "call": calls.on_call,
                 "post": calls.on_post,
+                "link.down": self._on_link_down,
                 **to_the_end,
             },
             PeerState.CLOSING: to_the_end,
@@ -418,7 +419,13 @@ class Peer:
             self._links.do_without(driver.name, error)
         elif self.state is PeerState.UP and self._links.get(driver.name) is not None:
             self._begin_closing()
-            self._end(self._part(error))
+            self._end(self._part(error, text))
+
+    def _on_link_down(self, message: Incoming) -> None:
+        """The other side parts from us, for it lost a link; its goodbye takes as long as its work."""
+        text = message.text("text")[:FAILURE_LIMIT]
+        self._begin_closing()
+        self._end(self._part(PeerLostError(f"peer {self.name!r} lost its link to us: {text}", peer=self.name)))
 
     def _lose(self, error: HixlError) -> None:
         """The peer is gone for us: fails everything that waits for it, and stops our work for it."""
@@ -479,14 +486,18 @@ class Peer:
         self._go_down(error)
         await self._wind_down()
 
-    async def _part(self, error: PeerLostError) -> None:
+    async def _part(self, error: PeerLostError, broken: str | None = None) -> None:
         """The peer leaves, or its link broke.
 
-        A peer that leaves stops its links first, so that the news of it may come before its goodbye or its death.
+        :param broken: why a link of ours did, which the other side may not have seen.  A peer that leaves stops its links
+            first, so that the news of it may come before its goodbye or its death.
         """
-        await asyncio.wait([self._farewell], timeout=GOODBYE_GRACE)
+        if broken is not None:
+            await asyncio.wait([self._farewell], timeout=GOODBYE_GRACE)
         if self._farewell.done() and self._farewell.result():
             error = PeerLostError(f"peer {self.name!r} left", peer=self.name)
+        elif broken is not None:
+            self._tell("link.down", {"text": broken[:FAILURE_LIMIT]})
         # First, for our side of the links may take its time to stop, and nobody should wait for that.
         self._go_down(error)
         await self._links.stop()

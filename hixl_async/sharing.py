@@ -222,12 +222,16 @@ class Imports:
         except TimeoutError as error:
             if isinstance(error, HixlError):
                 raise
-            known = ", ".join(self._offers) or "none"
-            raise TransferTimeoutError(
-                f"peer {self._peer.name!r} did not export region {name!r} within {timeout:g} s; it exports: {known} "
-                "(a region with access 'none' is not exported, nor one that its grant= keeps from this engine)",
-                peer=self._peer.name,
-            ) from None
+            who = f"peer {self._peer.name!r}"
+            if name in self._offers:
+                text = f"{who} exports region {name!r}, but it could not be imported within {timeout:g} s"
+            else:
+                known = ", ".join(self._offers) or "none"
+                text = (
+                    f"{who} did not export region {name!r} within {timeout:g} s; it exports: {known} "
+                    "(a region with access 'none' is not exported, nor one that its grant= keeps from this engine)"
+                )
+            raise TransferTimeoutError(text, peer=self._peer.name) from None
 
     async def _offer_of(self, name: str) -> None:
         """Waits for an offer of that name, or the end of the peer."""

@@ -132,6 +132,36 @@ async def test_a_link_that_ends_without_goodbye(engine: Engine) -> None:
             await peer.request("hixl.ping", {})
 
 
+async def test_a_link_that_breaks_on_one_side_only() -> None:
+    """The other side hears of it at once, although work that does not stop keeps the goodbye back."""
+    plan = FaultPlan(seed=1).late(verb="write")
+    async with engine_pair(drivers=faulty("shm", plan)) as pair:
+        region, remote = await pair.region()
+        offered = pair.left.allocate("offered", 8, access="write")
+        await until(lambda: "offered" in pair.back.regions)
+        transfer = pair.left.write(b"12345678", remote[0:8])
+        pair.left.serve("never", lambda peer, body: asyncio.get_running_loop().create_future())
+        asked = asyncio.ensure_future(pair.back.request("never", {}, timeout=60))
+        await settle(20)
+        plan.break_links()
+        async with asyncio.timeout(5):
+            await until(lambda: pair.back.state is PeerState.DOWN)
+            for asking in (asked, pair.back.region("offered")):
+                with pytest.raises(PeerLostError, match="peer 'left' lost its link to us: broken by the fault plan"):
+                    await asking
+        with pytest.raises(PeerLostError, match="the link is down"):
+            await transfer
+        # What may still be written stays pinned.
+        assert region.pins == 1
+        assert not pair.back.confirmed_dead
+        assert not transfer.drained().done()
+        await offered.aclose()
+        plan.release()
+        await transfer.drained()
+        await pair.back.fenced()
+        await until(lambda: region.pins == 0)
+
+
 async def test_a_goodbye_that_follows_its_link_explains_it(engine: Engine) -> None:
     async with puppet(engine.address) as actor:
         await until(lambda: engine.peers)
