@@ -28,7 +28,8 @@ logger = logging.getLogger("hixl_async")
 #: What `serve` takes: gets the peer and the request's body, gives the answer's body.
 Handler = Callable[["Peer", dict[str, Any]], "dict[str, Any] | Awaitable[dict[str, Any] | None] | None"]
 
-#: Requests of one peer that may be in our handlers at the same time.
+#: Requests of one peer that may be in our handlers at the same time; so many of ours wait for answers, the others for their
+#: turn.  Answers cannot wait for room as requests do, and all that may come together fit into the connection's queue.
 MAX_HANDLERS = 256
 
 
@@ -46,13 +47,22 @@ class Calls:
         self._waiting: dict[int, _Waiting] = {}
         self._next = 1
         self._handlers: set[asyncio.Task[None]] = set()
+        self._turns = asyncio.Semaphore(MAX_HANDLERS)
 
     # -- ours
 
     async def request(self, service: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
         """See `Peer.request`."""
         _check(service, body)
-        reply = await self.ask("call", {"service": service, "body": body}, answer="answer", timeout=timeout)
+        try:
+            async with asyncio.timeout(timeout), self._turns:
+                reply = await self.ask("call", {"service": service, "body": body}, answer="answer")
+        except TimeoutError as error:
+            if isinstance(error, HixlError):
+                raise
+            raise TransferTimeoutError(
+                f"peer {self._peer.name!r} did not answer {service!r} within {timeout:g} s", peer=self._peer.name
+            ) from None
         return reply.object("body")
 
     def post(self, service: str, body: dict[str, Any]) -> None:
@@ -65,30 +75,24 @@ class Calls:
             )
         self._send_ours("post", {"service": service, "body": body})
 
-    async def ask(self, kind: str, body: dict[str, Any], *, answer: str, timeout: float | None) -> Incoming:
+    async def ask(self, kind: str, body: dict[str, Any], *, answer: str) -> Incoming:
         """Sends a message with a number and waits for the one of kind `answer` with the same number.
 
         :return: the answer; its descriptors are the caller's.
         :raises HixlError: what the peer says went wrong there.
-        :raises TransferTimeoutError: if no answer came in time.
         :raises PeerLostError: if the peer went away.
         :raises InvalidArgumentError: if `body` cannot be sent.
         """
+        await self._peer._connection.room()
+        self._peer._must_be_up()
         number, self._next = self._next, self._next + 1
         waiting = self._waiting[number] = _Waiting(answer, self._loop.create_future())
         try:
-            async with asyncio.timeout(timeout):
-                await self._peer._connection.room()
-                self._send_ours(kind, {"call": number, **body})
-                return await waiting.reply
-        except BaseException as error:
+            self._send_ours(kind, {"call": number, **body})
+            return await waiting.reply
+        except BaseException:
             if waiting.reply.done() and not waiting.reply.cancelled() and waiting.reply.exception() is None:
                 waiting.reply.result().drop()  # it came, but nobody takes it any more
-            if isinstance(error, TimeoutError) and not isinstance(error, HixlError):
-                raise TransferTimeoutError(
-                    f"peer {self._peer.name!r} did not answer {body.get('service', kind)!r} within {timeout:g} s",
-                    peer=self._peer.name,
-                ) from None
             raise
         finally:
             del self._waiting[number]

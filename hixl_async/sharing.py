@@ -256,7 +256,7 @@ class Imports:
 
     async def _fetch(self, name: str, number: int) -> RemoteRegion:
         peer = self._peer
-        answer = await peer._calls.ask("region.get", {"id": number}, answer="region.card", timeout=None)
+        answer = await peer._calls.ask("region.get", {"id": number}, answer="region.card")
         try:
             size, access, card = answer.number("size"), answer.number("access"), answer.card()
             link = peer._links.get(answer.text("driver"))

@@ -26,8 +26,8 @@ MessageCallback: TypeAlias = Callable[[str, dict[str, Any], list[int]], None]
 LostCallback: TypeAlias = Callable[[HixlError], None]
 
 # How much waits for a peer that does not read before it is given up.
-_MAX_QUEUED_MESSAGES = 16384
-_MAX_QUEUED_BYTES = 16 << 20
+_MAX_QUEUED_MESSAGES = 65536
+_MAX_QUEUED_BYTES = 32 << 20
 _MAX_QUEUED_DESCRIPTORS = 64
 # How much waits before whoever can wait should.
 _CROWDED_MESSAGES = 512

@@ -181,7 +181,9 @@ async def test_a_flood_of_requests_is_bounded(pair: EnginePair) -> None:
         await never.wait()
 
     pair.right.serve("wait", wait)
-    asking = [asyncio.ensure_future(pair.peer.request("wait", {}, timeout=30)) for _ in range(MAX_HANDLERS + 10)]
+    for _ in range(10):
+        pair.peer.post("wait", {})
+    asking = [asyncio.ensure_future(pair.peer.request("wait", {}, timeout=30)) for _ in range(MAX_HANDLERS)]
     await until(lambda: sum(task.done() for task in asking) == 10)
     assert running == MAX_HANDLERS
     for task in asking[-10:]:
@@ -190,6 +192,33 @@ async def test_a_flood_of_requests_is_bounded(pair: EnginePair) -> None:
         assert caught.value.retryable
     never.set()
     await asyncio.gather(*asking[:-10])
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_requests_wait_for_their_turn(pair: EnginePair, lost: bool) -> None:
+    """No more are under way than are handled there at the same time; who waits hears of the end, too."""
+    running: list[int] = []
+    go = asyncio.Event()
+
+    async def wait(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+        running.append(body["n"])
+        await go.wait()
+        return body
+
+    pair.right.serve("wait", wait)
+    numbers = range(2 * MAX_HANDLERS + 10)
+    asking = [asyncio.ensure_future(pair.peer.request("wait", {"n": n}, timeout=30)) for n in numbers]
+    await until(lambda: len(running) == MAX_HANDLERS)
+    with pytest.raises(TransferTimeoutError, match=r"did not answer 'wait' within 0.01 s"):
+        await pair.peer.request("wait", {"n": -1}, timeout=0.01)
+    if lost:
+        await pair.right.aclose()
+        for end in await asyncio.gather(*asking, return_exceptions=True):
+            assert isinstance(end, PeerLostError), end
+        assert len(running) == MAX_HANDLERS
+    else:
+        go.set()
+        assert [answer["n"] for answer in await asyncio.gather(*asking)] == list(numbers)
 
 
 async def test_a_flood_of_posts_to_one_that_does_not_read() -> None:
@@ -216,10 +245,23 @@ async def test_a_flood_of_posts_to_one_that_does_not_read() -> None:
         assert await asking == {"at": "last"}
 
 
-@pytest.mark.parametrize("what", ["requests", "regions"])
+@pytest.mark.parametrize("what", ["requests", "answers", "regions", "news"])
 async def test_a_burst_of_ones_own_is_no_flood(pair: EnginePair, what: str) -> None:
     """Thousands at once, in one pass of the loop, to a healthy peer that is busy meanwhile."""
-    if what == "requests":
+    if what == "answers":
+        pair.right.serve("echo", lambda peer, body: {"x": "y" * body["n"]})
+        asking = [pair.peer.request("echo", {"n": 30_000}, timeout=60) for _ in range(1200)]
+        assert {len(answer["x"]) for answer in await asyncio.gather(*asking)} == {30_000}
+    elif what == "news":
+        for _ in range(4):
+            for n in range(4000):
+                pair.right.allocate(f"{n}", 8, access="read")
+            for region in list(pair.right.regions.values()):
+                region.revoke()
+        await until(lambda: pair.right.stats().regions == 0)
+        pair.right.allocate("last", 8, access="read")
+        assert (await pair.peer.region("last")).size == 8
+    elif what == "requests":
         answers = await asyncio.gather(*(pair.peer.request("hixl.ping", {"n": n}, timeout=60) for n in range(1500)))
         assert [answer["n"] for answer in answers] == list(range(1500))
     else:
@@ -280,7 +322,7 @@ async def test_an_answer_that_comes_with_the_cancellation(pair: EnginePair) -> N
     """Its descriptors are closed (the balance sheet sees to it)."""
     region, _ = await pair.region("kv", 4096)
     calls = pair.peer._calls
-    asking = asyncio.ensure_future(calls.ask("region.get", {"id": region.number}, answer="region.card", timeout=None))
+    asking = asyncio.ensure_future(calls.ask("region.get", {"id": region.number}, answer="region.card"))
     answered = calls.on_answer
 
     def answer_and_cancel(message: Incoming) -> None:
