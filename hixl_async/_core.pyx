@@ -22,7 +22,11 @@ C12  The GIL is held for copies estimated below ~100 us and released above.
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.buffer cimport (
+    PyBUF_FULL_RO, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyBuffer_ToContiguous, PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.number cimport PyNumber_Index
 from libc.math cimport INFINITY
 
@@ -382,8 +386,10 @@ cdef class Core(Flights):
         try:
             topic, payload = notify
             transfer.topic = topic.encode()
-            transfer.note = payload if type(payload) is bytes else bytes(memoryview(payload))
-        except (TypeError, ValueError, AttributeError, UnicodeError) as error:
+            transfer.note = payload if type(payload) is bytes else _bytes_of(payload)
+        except (BufferError, TypeError, ValueError, AttributeError, UnicodeError) as error:
+            if isinstance(error, errors.HixlError):
+                raise
             raise errors.InvalidArgumentError(f"notify must be (topic: str, payload: bytes), not {notify!r}") from error
         if not transfer.topic:
             raise errors.InvalidArgumentError("the notification's topic is empty; subscribers need a name")
@@ -455,3 +461,19 @@ cdef class Core(Flights):
         else:
             start, size, _, _ = self._address_of(buffer, False)
         return self._drained_local(start, size)
+
+
+cdef bytes _bytes_of(object payload):
+    """A copy of what a buffer of any shape holds."""
+    cdef Py_buffer view
+    try:
+        PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE)
+    except (BufferError, ValueError):  # not contiguous
+        PyObject_GetBuffer(payload, &view, PyBUF_FULL_RO)
+    check_contents(payload, &view)
+    try:
+        copy = PyBytes_FromStringAndSize(NULL, view.len)
+        PyBuffer_ToContiguous(PyBytes_AS_STRING(copy), &view, view.len, b"C")
+        return copy
+    finally:
+        PyBuffer_Release(&view)

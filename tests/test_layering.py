@@ -33,7 +33,7 @@ LAYERS = (
     {"_flights"},
     {"_core", "_device"},
     {"drivers"},
-    {"feed", "messages"},
+    {"feed", "messages", "backlog"},
     {"memory", "control", "notify", "group", "coalescer"},
     {"calls", "links", "sharing"},
     {"peer"},

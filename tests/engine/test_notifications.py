@@ -8,9 +8,11 @@ import gc
 import itertools
 from typing import Any
 
+import numpy
 import pytest
 
 from hixl_async import (
+    BufferTypeError,
     BusyError,
     ClosedError,
     Engine,
@@ -290,6 +292,31 @@ async def test_a_notification_over_the_limit(pair: EnginePair) -> None:
     assert bytes(await _read(pair, remote)) == bytes(8), "nothing was sent"
     await pair.left.notify(pair.peer, "t", b"still works")
     assert (await notes.get()).payload == b"still works"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        bytearray(b"12345678"), memoryview(b"1a2b3c4d5e6f7g8h")[::2], numpy.arange(8).astype("M8[s]"),
+        numpy.arange(12, dtype="i4").reshape(3, 4).T, numpy.zeros(3, [("O", "u1")]), b"",
+    ],
+)  # fmt: skip
+async def test_payloads_of_any_kind(pair: EnginePair, payload: Any) -> None:
+    notes = pair.right.notifications("t")
+    await pair.left.notify(pair.peer, "t", payload)
+    assert (await notes.get()).payload == (payload.tobytes() if hasattr(payload, "tobytes") else bytes(payload))
+
+
+async def test_payloads_are_no_references(pair: EnginePair) -> None:
+    _, remote = await pair.region("kv", 8)
+    for payload in (numpy.array([None]), numpy.array([None] * 4)[::2], memoryview(numpy.array([None]))):
+        for call in (
+            lambda payload=payload: pair.left.notify(pair.peer, "t", payload),
+            lambda payload=payload: pair.left.write(b"12345678", remote, notify=("t", payload)),
+        ):
+            with pytest.raises(BufferTypeError, match="references to Python objects"):
+                call()
+    assert bytes(await _read(pair, remote)) == bytes(8), "nothing was sent"
 
 
 async def _read(pair: EnginePair, remote: Any) -> bytearray:
