@@ -31,12 +31,12 @@ from cpython.number cimport PyNumber_Index
 from libc.math cimport INFINITY
 
 from ._batch cimport Batch
-from ._flights cimport Flights, hxa_now
+from ._flights cimport Flights
 from ._link cimport Driver, Link, driver_error
 from ._memory cimport (
     LocalMemory, Memory, Places, RemoteMemory, Slice, check_access, check_contents, check_reach, raise_gone, whole,
 )
-from ._transfer cimport COST_NANOSECONDS, CREDIT, DONE, SMALL_BYTES, Transfer
+from ._transfer cimport COST_NANOSECONDS, CREDIT, DONE, SMALL_BYTES, Transfer, hxa_now
 from .driver cimport *
 
 from . import errors

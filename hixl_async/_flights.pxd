@@ -1,22 +1,10 @@
 # Slots between submit and release; every field explained.
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport uint64_t
 
 from ._link cimport Hub, hxa_letter
 from ._memory cimport Memory
 from ._transfer cimport Transfer
 from .driver cimport hxa_op
-
-cdef extern from *:
-    """
-    #include <time.h>
-    static inline int64_t hxa_now(void) {
-        struct timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-    }
-    """
-    int64_t hxa_now() nogil
-
 
 cdef class Flights(Hub):
     cdef object handler               # handler(driver, kind, cookie, status, topic, data): notifications, signals, lost links

@@ -14,7 +14,7 @@ from ._link cimport (
     hxa_mailbox_signals,
 )
 from ._memory cimport Memory, Places
-from ._transfer cimport ACTIVE, CANCELLED, CREDIT, DONE, Drain, FAILED, Transfer
+from ._transfer cimport ACTIVE, CANCELLED, CREDIT, DONE, Drain, FAILED, Transfer, hxa_now
 from .driver cimport *
 
 from asyncio import BaseEventLoop, CancelledError, current_task, wait
@@ -113,6 +113,11 @@ cdef class Flights(Hub):
         """Raises what any call on a closed, forked or foreign engine raises."""
         self._check()
 
+    def _must_be_on_thread(self):
+        """Raises what any call raises in another thread or a child of fork(); a loop that stands still will do."""
+        if PyThread_get_thread_ident() != self.thread or self.generation != fork_generation:
+            self._refuse()
+
     @property
     def forked(self):
         """True in a process that was forked after this engine was opened."""
@@ -123,6 +128,7 @@ cdef class Flights(Hub):
     def _waiter(self):
         """What a task awaits until an event ends the wait by `_wake`; within `drain` the task then runs at once (C4)."""
         cdef Transfer waiter = Transfer.__new__(Transfer)
+        self._must_be_on_thread()
         waiter.core, waiter.control = self, True
         return waiter
 
@@ -278,8 +284,7 @@ cdef class Flights(Hub):
         """
         if self.finished:
             return
-        if PyThread_get_thread_ident() != self.thread or self.generation != fork_generation:
-            self._refuse()
+        self._must_be_on_thread()
         self._drain(current_task(self.loop) is None)
 
     def _signalled(self):
@@ -410,6 +415,7 @@ cdef class Flights(Hub):
         cdef Drain drain = Drain.__new__(Drain)
         cdef Transfer transfer
         cdef list flights = [transfer for transfer in transfers if transfer.flying]
+        self._must_be_on_thread()
         drain.future = self.loop.create_future()
         drain.missing = len(flights)
         if not flights:

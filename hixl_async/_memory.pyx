@@ -94,6 +94,7 @@ cdef class Memory:
         """
         if self.core is None:
             raise_gone(self)
+        self.core._must_be_on_thread()
         waiter = self.core.loop.create_future()
         if not self.alive and self.flights == self.retiring:
             waiter.set_result(None)

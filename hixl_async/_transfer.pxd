@@ -1,10 +1,22 @@
 # Transfers; every field explained.
 from cpython.buffer cimport Py_buffer
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t, uint64_t
 
 from ._link cimport Hub, Link
 from ._memory cimport Memory
 from .driver cimport hxa_batch, hxa_desc, hxa_op
+
+cdef extern from *:
+    """
+    #include <time.h>
+    static inline int64_t hxa_now(void) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    }
+    """
+    int64_t hxa_now() nogil
+
 
 cdef enum: ACTIVE, DONE, FAILED, CANCELLED
 # C8: how much work may finish inside calls before whoever awaits must yield.  A small operation costs 1, a larger copy what

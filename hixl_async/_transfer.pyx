@@ -196,9 +196,12 @@ cdef class Transfer:
         """Ends the wait and asks the driver to stop; False if the outcome is known already.
 
         Bytes that are on their way may still land, and the memory stays pinned until `drained` (C5).
+
+        :raises WrongLoopError: on another thread than the loop's.
         """
         if self.outcome != ACTIVE:
             return False
+        self.core._must_be_on_thread()
         self._cancel_message = msg
         self._resolve(CANCELLED, None)
         self._stop()
@@ -241,17 +244,20 @@ cdef class Transfer:
         """
         if not isinstance(nbytes, int) or not 0 <= nbytes <= self.batch.bytes:
             raise errors.InvalidArgumentError(f"nbytes must be in 0..{self.batch.bytes}, the size of it, not {nbytes!r}")
-        cdef double pause = SHORTEST_LOOK, now, before
-        cdef uint64_t landed, last = 0
-        before = self.core.loop.time()
+        cdef double pause = SHORTEST_LOOK
+        cdef int64_t since = hxa_now()  # loops only know what time it was when this pass began
+        cdef uint64_t landed, first
+        self.core._must_be_on_thread()
+        first = self.progress()
         while self.outcome == ACTIVE:
             landed = self.progress()
             if landed >= nbytes:
                 return landed
-            now = self.core.loop.time()
-            pause = (nbytes - landed) * (now - before) / (landed - last) if landed > last else 2 * pause
+            if landed > first:
+                pause = (nbytes - landed) * ((hxa_now() - since) * 1e-9) / (landed - first)
+            else:
+                pause *= 2
             pause = min(max(pause, SHORTEST_LOOK), LONGEST_LOOK)
-            last, before = landed, now
             waiter = self.core._waiter()
             self.add_done_callback(waiter._wake)
             timer = self.core.loop.call_later(pause, waiter._wake)
@@ -266,6 +272,7 @@ cdef class Transfer:
         """Waits until nothing reads or writes the local memory any more, whatever the outcome was.
 
         :return: an awaitable; cancelling it only ends the wait.
+        :raises WrongLoopError: on another thread than the loop's.
         """
         return self.core._drained_transfers([self])
 

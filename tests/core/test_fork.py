@@ -39,10 +39,19 @@ async def in_child(check: Callable[[], None]) -> None:
 
 async def test_c10_calls_in_the_child(world: World) -> None:
     batch = world.batch([(0, 0, 8)])
-    subscription = world.left.notifications("topic")
+    subscription, accepted = world.left.notifications("topic"), world.left.accepted()
+    region = world.left.allocate("region", 64)
+    done = world.write()
+    await done
 
     def check() -> None:
         for call in (
+            lambda: subscription.get().send(None),
+            lambda: accepted.get().send(None),
+            lambda: done.drained(),
+            lambda: region.drained(),
+            lambda: region[0:8].drained(),
+            lambda: region.released(),
             lambda: world.write(),
             lambda: world.left.read(bytearray(5), world.remote[0:5]),
             lambda: world.left.submit(batch),
@@ -60,6 +69,7 @@ async def test_c10_calls_in_the_child(world: World) -> None:
     await in_child(check)
     assert not world.left.forked
     subscription.close()
+    accepted.close()
     await world.works()
 
 

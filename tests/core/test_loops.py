@@ -36,6 +36,10 @@ def elsewhere(call: Callable[[], Any], *, loop: bool) -> BaseException | None:
 @pytest.mark.parametrize("loop", [False, True], ids=["no loop", "another loop"])
 async def test_c9_foreign_threads_are_refused(world: World, loop: bool) -> None:
     batch = world.batch([(0, 0, 8)])
+    world.plan.hold(nth=1)
+    held, done = world.write(), world.write()
+    await done
+    region = world.left.allocate("region", 64)
     calls: dict[str, Callable[[], Any]] = {
         "write": lambda: world.write(),
         "read": lambda: world.left.read(bytearray(5), world.remote[0:5]),
@@ -49,11 +53,22 @@ async def test_c9_foreign_threads_are_refused(world: World, loop: bool) -> None:
         "group": lambda: world.left.group(),
         "drained": lambda: world.left.drained(b"x"),
         "serve": lambda: world.left.serve("service", lambda peer, body: body),
+        "transfer.drained": lambda: held.drained(),
+        "transfer.drained, done": lambda: done.drained(),
+        "transfer.cancel": lambda: held.cancel(),
+        "transfer.at_least": lambda: held.at_least(1).send(None),
+        "region.drained": lambda: region.drained(),
+        "region.drained, a range": lambda: region[0:8].drained(),
+        "region.released": lambda: region.released(),
+        "remote.drained": lambda: world.remote.drained(),
     }
     for name, call in calls.items():
         error = elsewhere(call, loop=loop)
         assert isinstance(error, WrongLoopError), f"{name}: {error!r}"
         assert "belongs to the event loop" in str(error)
+    assert not held.done()
+    world.plan.release()
+    await held
     await world.works()
 
 
