@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib import import_module
+import logging
+from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from .._link import CAPABILITIES, table_capabilities, table_problem
-from ..errors import DriverLoadError
+from ..errors import DriverLoadError, InvalidArgumentError
 from ..types import DriverInfo
 
 __all__ = ["GROUP", "WRAPPER", "available", "load", "names", "resolve"]
+
+logger = logging.getLogger("hixl_async")
 
 #: The entry-point group; a value names a module's capsule, e.g. ``"my_package._fabric:DRIVER"``.
 GROUP = "hixl_async.drivers"
@@ -31,8 +33,20 @@ _known: dict[str, EntryPoint] = {}
 
 def _look() -> dict[str, EntryPoint]:
     _known.update(_BUILT_IN)
-    _known.update({entry.name: entry for entry in entry_points(group=GROUP)})
+    _known.update({entry.name: entry for entry in _installed()})
     return _known
+
+
+def _installed() -> Iterable[EntryPoint]:
+    try:
+        return entry_points(group=GROUP)
+    except Exception as error:
+        # A file of every distribution is read, and whatever is wrong with one of them comes out here.
+        why = f"{type(error).__name__}: {error}"
+        logger.warning(
+            "no drivers of other packages were looked for: entry points of some package are unreadable: %s", why
+        )
+        return ()
 
 
 def names() -> list[str]:
@@ -43,16 +57,18 @@ def names() -> list[str]:
 def load(name: str) -> Any:
     """The capsule with the driver's table.
 
-    :raises DriverLoadError: if there is no such driver, or its module cannot be imported or does not fit this core.
+    :raises DriverLoadError: if there is no such driver, or its module cannot be imported, whatever it raises, or does not fit
+        this core.
     """
     entry = _known.get(name) or _look().get(name)
     if entry is None:
         raise DriverLoadError(f"there is no driver {name!r}; installed: {', '.join(sorted(_known))}")
     try:
-        capsule = getattr(import_module(entry.module), entry.attr)
-    except (ImportError, AttributeError) as error:
+        capsule = entry.load()
+    except (Exception, SystemExit) as error:
         raise DriverLoadError(
-            f"driver {name!r} ({entry.value}) could not be imported: {error}; reinstall the package that provides it"
+            f"driver {name!r} ({entry.value}) could not be imported: {type(error).__name__}: {error}; reinstall the package "
+            "that provides it"
         ) from error
     problem = table_problem(capsule)
     if problem is not None:
@@ -64,11 +80,14 @@ def resolve(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
     """The table to open for driver `name`, its wrapper's where `options` names one, and the options for it.
 
     :raises DriverLoadError: as `load`.
+    :raises InvalidArgumentError: if what the options name is no string.
     """
     rest = dict(options)
     wrapper = rest.pop(WRAPPER, None)
     if wrapper is None:
         return load(name), rest
+    if not isinstance(wrapper, str):
+        raise InvalidArgumentError(f"driver {name!r}: option {WRAPPER!r} must be the name of a driver, not {wrapper!r}")
     return load(wrapper), {**rest, "driver": load(name)}
 
 

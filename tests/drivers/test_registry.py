@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hixl_async import DriverLoadError, Engine, drivers
+from hixl_async import DriverLoadError, Engine, InvalidArgumentError, drivers
 
 
 @pytest.fixture
@@ -38,3 +42,69 @@ def test_an_installed_one_goes_before_one_of_ours(installed: list[EntryPoint]) -
     installed.append(EntryPoint("shm", "no_such_module_at_all:DRIVER", drivers.GROUP))
     with pytest.raises(DriverLoadError, match=r"driver 'shm' \(no_such_module_at_all:DRIVER\) could not be imported"):
         drivers.load("shm")
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "reason"),
+    [
+        ("zz_driver:DRIVER", "raise RuntimeError('no device')", "RuntimeError: no device"),
+        ("zz_driver:DRIVER", "def", "SyntaxError"),
+        ("zz_driver:DRIVER", "1 / 0", "ZeroDivisionError"),
+        ("zz_driver:DRIVER", "raise SystemExit(3)", "SystemExit: 3"),
+        ("zz_driver:DRIVER", "\0", "null bytes"),
+        ("zz_driver:DRIVER", "", "no attribute 'DRIVER'"),
+        ("zz_driver:DRIVER.table", "DRIVER = 7", "no attribute 'table'"),
+        ("zz_driver:DRIVER", "DRIVER = 7", "not a capsule"),
+        ("zz_driver", "", "not a capsule"),
+        ("os", "", "not a capsule"),
+        ("zz_driver:", "", "could not be imported"),
+        ("no entry point", "", "could not be imported"),
+        ("", "", "could not be imported"),
+    ],
+)
+async def test_one_that_is_broken(
+    installed: list[EntryPoint],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    value: str,
+    text: str,
+    reason: str,
+) -> None:
+    """It costs a row, not the whole list, and whoever asks for it gets the one error for it."""
+    tmp_path.joinpath("zz_driver.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.append(EntryPoint("zz", value, drivers.GROUP))
+    with pytest.raises(DriverLoadError, match=f"driver 'zz'.*{reason}"):
+        await Engine(drivers=["zz"]).open()
+    problems = {driver.name: driver.problem for driver in drivers.available()}
+    assert reason in (problems["zz"] or "")
+    assert problems["shm"] is None
+    sys.modules.pop("zz_driver", None)
+
+
+@pytest.mark.parametrize("content", [b"[hixl_async.drivers]\nf\xe4bric = os:path\n", b"\xff\xfe\0"])
+async def test_a_distribution_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    """Somebody else's package is no reason why ours cannot be used."""
+    folder = tmp_path / "broken-1.0.dist-info"
+    folder.mkdir()
+    folder.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    folder.joinpath("entry_points.txt").write_bytes(content)
+    monkeypatch.setattr(drivers, "_known", {})
+    monkeypatch.syspath_prepend(tmp_path)
+    with caplog.at_level(logging.WARNING, "hixl_async"):
+        async with Engine(drivers=["shm"]):
+            pass
+    assert [record.name for record in caplog.records] == ["hixl_async"]
+    assert "entry points" in caplog.text
+    assert {"faulty", "hixl", "shm"} <= set(drivers.names())
+
+
+@pytest.mark.parametrize("wrapper", [[], ["faulty"], {}, 7, b"faulty", False, ""])
+async def test_a_wrapper_that_is_no_name(wrapper: Any) -> None:
+    with pytest.raises((InvalidArgumentError, DriverLoadError), match="driver") as caught:
+        await Engine(drivers={"shm": {"wrapper": wrapper}}).open()
+    if not isinstance(wrapper, str):
+        assert caught.type is InvalidArgumentError
+        assert caught.match("driver 'shm': option 'wrapper' must be the name of a driver")
