@@ -43,7 +43,10 @@ cdef object _table(object rows, Py_ssize_t width, str words):
         if not flat:
             raise _nothing_to_move()
         return memoryview(flat).cast("B").cast("Q", (len(flat) // width, width))
-    view = memoryview(rows)
+    try:
+        view = memoryview(rows)
+    except (TypeError, ValueError, BufferError) as error:  # what buffers cannot describe, such as datetime64, or one let go
+        raise errors.InvalidArgumentError(f"rows must be 64-bit integers (uint64) in a buffer: {error}") from error
     if view.ndim != 2 or view.shape[1] != width:
         raise errors.InvalidArgumentError(f"rows must have shape (N, {width}): {words}; got {tuple(view.shape)}")
     if view.shape[0] == 0:

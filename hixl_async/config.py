@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,8 @@ class EngineConfig:
             raise InvalidArgumentError(
                 f"max_bytes_in_flight must be a number of bytes of at least 1, or None, not {most!r}"
             )
+        if not isinstance(self.drivers, Mapping):
+            raise InvalidArgumentError(f"drivers must map names to options, not {self.drivers!r}")
         if not self.drivers:
             raise InvalidArgumentError("drivers is empty; name at least one, for example drivers=['shm']")
         for driver, options in self.drivers.items():
@@ -99,9 +102,7 @@ class EngineConfig:
             listed = os.environ.get("HIXL_ASYNC_DRIVERS", "")
             drivers = [word.strip() for word in listed.split(",") if word.strip()] or DEFAULT_DRIVERS
         if not isinstance(drivers, Mapping):
-            if isinstance(drivers, str) or not all(isinstance(driver, str) for driver in drivers):
-                raise InvalidArgumentError(f"drivers must be a list of names or a mapping, not {drivers!r}")
-            drivers = {driver: {} for driver in drivers}
+            drivers = {driver: {} for driver in _names(drivers)}
         if notify_batch_size is None:
             text = os.environ.get("HIXL_NOTIFY_BATCH_SIZE", "")
             try:
@@ -119,6 +120,16 @@ class EngineConfig:
             notify_batch_size=notify_batch_size,
             **settings,
         )
+
+
+def _names(drivers: Any) -> list[str]:
+    names = None
+    if not isinstance(drivers, str):
+        with suppress(TypeError):  # nothing that can be walked
+            names = list(drivers)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise InvalidArgumentError(f"drivers must be a list of names or a mapping, not {drivers!r}")
+    return names
 
 
 def parse_address(address: str | Address) -> Address:

@@ -136,10 +136,12 @@ class Peer:
     def route(self, region: RemoteRegion | str) -> str:
         """Which driver carries transfers to a region, and why, in a sentence.
 
-        :raises InvalidArgumentError: if `region` is a name and not imported.
+        :raises InvalidArgumentError: if `region` is a name and not imported, or is no region of this peer.
         """
         if isinstance(region, str):
             region = self._imports.imported(region)
+        if not isinstance(region, RemoteRegion) or region.link not in self._links:
+            raise InvalidArgumentError(f"region must be one of peer {self.name!r}, or the name of one, not {region!r}")
         others = [name for name in self._links.names if name != region.link.driver.name]
         rest = f"; also linked: {', '.join(others)}" if others else ", the only one that both sides share"
         return f"{region.link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"

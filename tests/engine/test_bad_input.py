@@ -278,6 +278,34 @@ async def test_rows_of_the_wrong_shape(world: World, rows: Any) -> None:
         Batch("write", world.local, world.remote, rows)
 
 
+def released() -> memoryview:
+    view = memoryview(bytearray(72))
+    view.release()
+    return view
+
+
+def closed() -> mmap.mmap:
+    memory = mmap.mmap(-1, 72)
+    memory.close()
+    return memory
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        numpy.ones((4, 3), "M8[s]"), numpy.ones((4, 3), "m8[s]"), numpy.ones((4, 6), "M8[s]"), numpy.array([[1]], "M8[s]"),
+        released(), closed(), numpy.array([[None] * 6]), numpy.ones((4, 6), "complex64"), numpy.array(7),
+        [released()], [numpy.ones(6, "M8[s]")],
+    ],
+)  # fmt: skip
+async def test_tables_that_are_none(world: World, table: Any) -> None:
+    for make in (Batch, Batch.strided):
+        with pytest.raises(InvalidArgumentError, match="rows must"):
+            make("write", world.local, world.remote, table)
+        with pytest.raises(InvalidArgumentError, match="rows must"):
+            Batch("write", [(world.local, world.remote, table)])
+
+
 @pytest.mark.parametrize("parts", [[], [()], [(1,)], [1], 7, None, "text", [(None, None)], [("a", "b", "c", "d")]])
 async def test_parts_that_are_none(world: World, parts: Any) -> None:
     with pytest.raises(InvalidArgumentError):
@@ -398,7 +426,8 @@ async def test_grants(world: World) -> None:
         {"domain": ""}, {"domain": None}, {"domain": "\x1b[31m"},
         {"secret": "short"}, {"secret": b""}, {"secret": 12345678}, {"secret": ["12345678"]},
         {"drivers": []}, {"drivers": {}}, {"drivers": "shm"}, {"drivers": [7]}, {"drivers": [[]]}, {"drivers": {"shm": None}},
-        {"drivers": {7: {}}}, {"drivers": {"shm": ["threads"]}},
+        {"drivers": {7: {}}}, {"drivers": {"shm": ["threads"]}}, {"drivers": 5}, {"drivers": 0}, {"drivers": 1.5},
+        {"drivers": True}, {"drivers": object()}, {"drivers": b"shm"}, {"drivers": int},
         {"unix_dir": 7},
         {"stall": 0}, {"stall": -1}, {"stall": float("nan")}, {"stall": "10"}, {"stall": None},
         {"connect_timeout": 0}, {"close_timeout": float("inf")},
@@ -425,6 +454,17 @@ def test_settings_that_are_shown_to_people_hide_the_secret() -> None:
     config = EngineConfig.build("127.0.0.1:0", secret="do not show this")
     assert "do not show this" not in repr(config)
     assert config.address == Address("127.0.0.1", 0)
+
+
+def test_drivers_in_any_iterable() -> None:
+    for names in (("shm",), {"shm"}, iter(["shm"]), {"shm": 1}.keys()):
+        assert EngineConfig.build(None, drivers=names).drivers == {"shm": {}}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drivers", [5, None, ["shm"], "shm"])
+def test_drivers_of_a_config_that_are_no_mapping(drivers: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="drivers"):
+        EngineConfig(address=None, name="engine", drivers=drivers)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hixl_async import (
     ClosedError,
     Engine,
     HixlError,
+    InvalidArgumentError,
     Peer,
     PeerLostError,
     PeerState,
@@ -263,6 +264,10 @@ async def test_which_driver_and_why(pair: EnginePair) -> None:
     assert "shm: first of this engine's drivers that can import 'kv', the only one" in pair.peer.route(remote)
     with pytest.raises(HixlError, match="not imported"):
         pair.peer.route("nothing")
+    back = await pair.back.region(pair.left.allocate("back", 8, access="read").name)
+    for wrong in (5, None, b"kv", [], ["kv"], remote[0:8], pair.left.allocate("local", 8), back):
+        with pytest.raises(InvalidArgumentError, match="^region must be"):
+            pair.peer.route(wrong)  # type: ignore[arg-type]
 
 
 # -- closing them
