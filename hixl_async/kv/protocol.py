@@ -34,7 +34,20 @@ from ..errors import (
 if TYPE_CHECKING:
     from .. import Peer
 
-__all__ = ["WORD", "Abort", "End", "Open", "Outcome", "Ticket", "Verdict", "check_reason", "parse", "service"]
+__all__ = [
+    "POOL_BLOCKS",
+    "REGION_BYTES",
+    "WORD",
+    "Abort",
+    "End",
+    "Open",
+    "Outcome",
+    "Ticket",
+    "Verdict",
+    "check_reason",
+    "parse",
+    "service",
+]
 
 VERSION = 1
 #: Bytes of a layer's signal word.
@@ -43,6 +56,8 @@ WORD = 8
 REASON_CHARACTERS = 400
 #: Signal values fit into what every JSON reader keeps exactly.
 GENERATIONS = 1 << 53
+#: No pool has so many blocks, and no region so many bytes.
+POOL_BLOCKS, REGION_BYTES = 1 << 31, 1 << 62
 
 
 def service(pool: str) -> str:
@@ -141,7 +156,7 @@ class Ticket:
             if not isinstance(body, Mapping):
                 raise ProtocolError("a ticket is a dict")
             if _field(body, "version", int) != VERSION:
-                raise ProtocolError(f"version {body['version']} is not the {VERSION} that this package speaks")
+                raise ProtocolError(f"its version is not the {VERSION} that this package speaks")
             ticket = cls(
                 id=_field(body, "id", str),
                 address=_field(body, "address", str),
@@ -162,12 +177,17 @@ class Ticket:
         return ticket
 
     def _check(self) -> None:
+        # First, for the others are measured by it; and no message shows a number that Python may refuse to print.
+        if not 0 < self.pool_blocks < POOL_BLOCKS:
+            raise ProtocolError("'pool_blocks' is out of range")
         if not self.blocks or any(type(block) is not int for block in self.blocks):
             raise ProtocolError("'blocks' must be a list of block ids")
         if min(self.blocks) < 0 or max(self.blocks) >= self.pool_blocks or len(set(self.blocks)) < len(self.blocks):
             raise ProtocolError(f"'blocks' must be different numbers below {self.pool_blocks}")
-        if self.layers < 1 or not 0 <= self.slot < self.pool_blocks or not 0 < self.generation < GENERATIONS:
-            raise ProtocolError("'layers', 'slot' or 'generation' is out of range")
+        if self.layers < 1 or self.pool_blocks * self.layers * WORD >= REGION_BYTES:
+            raise ProtocolError("'layers' is out of range")
+        if not 0 <= self.slot < self.pool_blocks or not 0 < self.generation < GENERATIONS:
+            raise ProtocolError("'slot' or 'generation' is out of range")
 
 
 @dataclass(frozen=True, slots=True)

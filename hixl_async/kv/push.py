@@ -58,7 +58,8 @@ class PushStream:
         self._stopped = self._drained = self._gave_up = False
         # Shared with the threads that push.
         self._lock = threading.Lock()
-        self._state = ProducerState(ticket.layers)
+        # Not as many layers as the ticket says: that is somebody's word until `_check_claims`.
+        self._state = ProducerState(pool.layout.layers)
         self._flights = Flights(pool, ticket, self._state, self._lock, self._advance, self._fail)
 
     def __repr__(self) -> str:
@@ -170,7 +171,7 @@ class PushStream:
                     raise
                 remote = await self.peer.region(self.ticket.pool)
                 signals = await self.peer.region(self.ticket.signals)
-                self._check_sizes(remote, signals)
+                self._check_claims(remote, signals)
                 self._flights.remote, self._flights.signals = remote, signals
         except BaseException as error:
             if granted:
@@ -201,7 +202,12 @@ class PushStream:
         except InvalidArgumentError:  # nobody serves that name
             raise TicketError("the pool of this ticket is closed", peer=self.peer.name) from None
 
-    def _check_sizes(self, remote: RemoteRegion, signals: RemoteRegion) -> None:
+    def _check_claims(self, remote: RemoteRegion, signals: RemoteRegion) -> None:
+        if self.ticket.layers != self._pool.layout.layers:
+            raise TicketError(
+                f"the ticket speaks of {self.ticket.layers} layers, but the layout has {self._pool.layout.layers}",
+                peer=self.peer.name,
+            )
         pool_bytes = self._pool.layout.pool_bytes(self.ticket.pool_blocks)
         signal_bytes = self.ticket.pool_blocks * self.ticket.layers * WORD
         if remote.size != pool_bytes or signals.size != signal_bytes:

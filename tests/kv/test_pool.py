@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from hixl_async.kv import Pool, Verdict
 
 from .conftest import LAYOUT, Pair, settle
 
+NUMBERS = ("version", "pool_blocks", "layers", "slot", "generation")
 NO_TIMES: list[Any] = [0, -1, float("nan"), float("inf"), 10**400, True, "x"]
 
 
@@ -256,6 +258,11 @@ async def test_malformed_tickets(pair: Pair) -> None:
             {**good, "generation": 1 << 53},
             {**good, "layers": 0},
             {**good, "id": 7},
+            *({**good, name: number} for name in NUMBERS for number in (1 << 63, 1 << 70, 1 << 20000, -(1 << 20000))),
+            *({**good, "blocks": [number]} for number in (1 << 31, 1 << 70, 1 << 20000, -(1 << 20000))),
+            {**good, "pool_blocks": 1 << 70, "blocks": [1 << 69], "slot": 1 << 69},
+            {**good, "pool_blocks": 0},
+            {**good, "pool_blocks": 1 << 31},
         ]
         for ticket in wrong:
             with pytest.raises(TicketError, match="no valid ticket"):
@@ -263,6 +270,25 @@ async def test_malformed_tickets(pair: Pair) -> None:
         for timeout in (None, *NO_TIMES):
             with pytest.raises(InvalidArgumentError, match="^timeout must be"):
                 pair.source.open_stream(pair.to_d, good, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("layers", 1 << 34), ("layers", 1 << 50), ("layers", 3), ("pool_blocks", (1 << 31) - 1), ("generation", (1 << 53) - 1),
+    ],
+)  # fmt: skip
+async def test_tickets_that_claim_too_much(pair: Pair, name: str, number: int) -> None:
+    """Nobody asks for memory in proportion to a number that came from elsewhere."""
+    async with pair.target.reserve(blocks=2) as blocks:
+        tracemalloc.start()
+        try:
+            out = pair.source.open_stream(pair.to_d, {**blocks.ticket(), name: number})
+            with pytest.raises(TicketError, match="earlier use" if name == "generation" else "the ticket speaks of"):
+                await out
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
 
 
 async def test_b13_a_ticket_of_an_earlier_incarnation(pair: Pair) -> None:
