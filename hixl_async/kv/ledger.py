@@ -32,6 +32,8 @@ class Request:
 class Ledger:
     """Lends blocks all-or-nothing, strictly first come, first served: a small request never overtakes a large one.
 
+    Without an order its memory grows with the blocks that were lent, not with the pool.
+
     :param blocks: size of the pool in blocks.
     :param order: a permutation of ``range(blocks)``; free blocks are lent in this order.  By default the lowest ids go
         first, which keeps reservations contiguous and their descriptors few.
@@ -39,10 +41,14 @@ class Ledger:
 
     def __init__(self, blocks: int, order: Sequence[int] | None = None) -> None:
         self.blocks = blocks
-        self._order = tuple(range(blocks)) if order is None else tuple(order)
-        self._rank = {block: rank for rank, block in enumerate(self._order)}
-        self._free = list(range(blocks))  # a heap of ranks
-        self._states = bytearray(blocks)
+        self._order: Sequence[int] = range(blocks)
+        self._rank: Sequence[int] | dict[int, int] = self._order
+        if order is not None:
+            self._order = tuple(order)
+            self._rank = {block: rank for rank, block in enumerate(self._order)}
+        self._fresh = 0  # this rank and those above were never lent
+        self._returned: list[int] = []  # a heap of the free ranks below
+        self._states: dict[int, BlockState] = {}  # of the blocks that are not free
         self._counts = [blocks, 0, 0]
         self._queue: deque[Request] = deque()
 
@@ -64,7 +70,7 @@ class Ledger:
 
     def request_now(self, count: int) -> Request | None:
         """Like `request`, but None where it would have to wait."""
-        if self._queue or count > len(self._free):
+        if self._queue or count > self._counts[BlockState.FREE]:
             return None
         return self.request(count)
 
@@ -85,25 +91,35 @@ class Ledger:
         """Blocks come back, from their user or from quarantine.  Answers the requests that this grants."""
         self._move(ids, {BlockState.RESERVED, BlockState.QUARANTINED}, BlockState.FREE)
         for block in ids:
-            heapq.heappush(self._free, self._rank[block])
+            heapq.heappush(self._returned, self._rank[block])
         return self._grant()
 
     def _grant(self) -> list[Request]:
         granted = []
-        while self._queue and self._queue[0].count <= len(self._free):
+        while self._queue and self._queue[0].count <= self._counts[BlockState.FREE]:
             request = self._queue.popleft()
-            request.ids = tuple(self._order[heapq.heappop(self._free)] for _ in range(request.count))
+            request.ids = tuple(self._order[self._take()] for _ in range(request.count))
             self._move(request.ids, {BlockState.FREE}, BlockState.RESERVED)
             granted.append(request)
         return granted
 
+    def _take(self) -> int:
+        """The lowest free rank."""
+        if self._returned:
+            return heapq.heappop(self._returned)
+        self._fresh += 1
+        return self._fresh - 1
+
     def _move(self, ids: Sequence[int], expected: set[BlockState], state: BlockState) -> None:
         # The one gate for a block's state.  A block lent or returned twice would corrupt somebody's cache silently.
+        states, counts, free = self._states, self._counts, BlockState.FREE
         for block in ids:
-            if self._states[block] not in expected:
-                raise AssertionError(
-                    f"block {block} is {BlockState(self._states[block]).name}, cannot become {state.name}"
-                )
-            self._counts[self._states[block]] -= 1
-            self._counts[state] += 1
-            self._states[block] = state
+            before = states.get(block, free)
+            if before not in expected:
+                raise AssertionError(f"block {block} is {before.name}, cannot become {state.name}")
+            counts[before] -= 1
+            counts[state] += 1
+            if state is free:
+                del states[block]
+            else:
+                states[block] = state

@@ -27,7 +27,7 @@ from .blocks import Blocks, Reservation
 from .exchange import Exchange
 from .layout import Layout
 from .ledger import BlockState, Ledger, Request
-from .protocol import WORD, Ticket
+from .protocol import POOL_BLOCKS, REGION_BYTES, WORD, Ticket
 from .push import PushStream
 from .ready import ReadyPoller
 
@@ -63,6 +63,8 @@ class Pool:
     :param shuffle: seed of a random order in which blocks are lent; by default the lowest free ids go first.
     :param memory: where the blocks lie, as for ``engine.register``, of exactly the pool's size; by default new memory.
     :raises InvalidArgumentError: if an argument is malformed, or the engine has a region of that name.
+    :raises RangeError: if `memory` has another size.
+    :raises DriverError: if there is not so much memory.
     """
 
     def __init__(
@@ -83,22 +85,17 @@ class Pool:
             raise InvalidArgumentError(f"blocks must be a positive integer, not {blocks!r}")
         if not hasattr(engine, "allocate"):
             raise InvalidArgumentError(f"engine must be a hixl_async.Engine, not {engine!r}")
-        if blocks >= 1 << 31 or layout.pool_bytes(blocks) >= 1 << 62:
-            raise InvalidArgumentError(f"a pool of {blocks} blocks has more than any machine; use fewer")
+        if blocks >= POOL_BLOCKS or layout.pool_bytes(blocks) >= REGION_BYTES:
+            raise InvalidArgumentError("a pool of so many blocks needs more memory than any machine has; use fewer")
         if not isinstance(name, str):
             raise InvalidArgumentError(f"name must be a string, not {name!r}")
-        order = None
-        if shuffle is not None:
-            if not isinstance(shuffle, int):
-                raise InvalidArgumentError(f"shuffle must be a whole number or None, not {shuffle!r}")
-            order = list(range(blocks))
-            random.Random(shuffle).shuffle(order)
+        if shuffle is not None and not isinstance(shuffle, int):
+            raise InvalidArgumentError(f"shuffle must be a whole number or None, not {shuffle!r}")
         self.engine = engine
         self.layout = layout
         self.blocks = blocks
         self.name = name
         self._lock = threading.Lock()
-        self._ledger = Ledger(blocks, order)
         self._waiting: dict[Request, asyncio.Future[None]] = {}
         self._lent: set[Blocks] = set()  # reserved or in quarantine
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,6 +105,7 @@ class Pool:
         #: The region that holds the blocks.
         self.region: Region
         size = layout.pool_bytes(blocks)
+        # Before the books about it: a machine without so much memory says so here, not when it is used up.
         if memory is None:
             self.region = engine.allocate(name, size, access=access, grant=grant)
         else:
@@ -121,6 +119,11 @@ class Pool:
                 size = blocks * layout.layers * WORD
                 self._signals = engine.allocate(f"{name}.signals", size, access="write", grant=grant)
                 self._words = memoryview(self._signals).cast("B").cast("Q")
+            order = None
+            if shuffle is not None:
+                order = list(range(blocks))
+                random.Random(shuffle).shuffle(order)
+            self._ledger = Ledger(blocks, order)
             self._exchange = Exchange(self)
         except BaseException:
             self._revoke_regions()

@@ -98,6 +98,15 @@ def test_lowest_ids_first_or_the_given_order() -> None:
     assert Ledger(4, [2, 0, 3, 1]).request(3).ids == (2, 0, 3)
 
 
+def test_blocks_that_nobody_asked_for_cost_nothing() -> None:
+    ledger = Ledger(1 << 60)
+    first, second = ledger.request(3), ledger.request(2)
+    ledger.release(first.ids[1:])
+    assert second.ids == (3, 4)
+    assert ledger.request(4).ids == (1, 2, 5, 6)
+    assert ledger.count(BlockState.FREE) == (1 << 60) - 7
+
+
 def test_a_block_cannot_come_back_twice() -> None:
     ledger = Ledger(2)
     ids = ledger.request(1).ids

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,6 +133,40 @@ async def test_wrong_pools_are_refused(pair: Pair) -> None:
         Pool(pair.d, LAYOUT, blocks=1, name="half")
     assert pair.d.regions["half"].closed, "nothing is left half made, not even for a moment"
     assert pair.target.statistics() == (16, 0, 0, 0)
+
+
+async def test_a_pool_that_cannot_be_made_leaves_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("hixl_async.kv.pool.Ledger", fail)
+    with pytest.raises(MemoryError):
+        Pool(pair.d, LAYOUT, blocks=4, name="half")
+    assert pair.d.regions["half"].closed
+    assert pair.d.regions["half.signals"].closed
+    assert list(pair.d.handlers) == ["kv/kv"]
+
+
+@pytest.mark.parametrize("shuffle", [None, 1])
+@pytest.mark.parametrize("blocks", [(1 << 31) - 1, 1 << 31, 1 << 40])
+def test_a_pool_beyond_all_memory_fails_at_once(blocks: int, shuffle: int | None) -> None:
+    """Its memory is asked for first, and not the books about it."""
+    program = f"""
+import asyncio, resource
+import hixl_async as hx
+
+async def main():
+    async with hx.Engine() as engine:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+        try:
+            hx.kv.Pool(engine, hx.kv.Layout(4, 2, 64, "float32", 16), blocks={blocks}, shuffle={shuffle})
+        except hx.HixlError as error:
+            print(type(error).__name__, engine.regions)
+
+asyncio.run(main())
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.split() == ["DriverError" if blocks < 1 << 31 else "InvalidArgumentError", "{}"], ran.stderr
 
 
 async def test_another_thread_may_not_reserve(pair: Pair) -> None:
