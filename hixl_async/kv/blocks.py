@@ -52,7 +52,9 @@ class Blocks:
 
         :raises RangeError: if there is no such layer.
         :raises InvalidArgumentError: if it is no whole number.
+        :raises ClosedError: if the blocks were given back.
         """
+        self._check_lent()
         layer = whole_number("layer", layer)
         if not 0 <= layer < self.pool.layout.layers:
             raise RangeError(f"layer {layer} does not exist: the layout has {self.pool.layout.layers} layers")
@@ -83,18 +85,23 @@ class Blocks:
         return self._grant(None, None, None)
 
     def _grant(self, ttl: float | None, stall: float | None, deadline: float | None) -> LayerStream:
+        self._check_lent()
         if self._stream is None:
-            if self._closed:
-                raise ClosedError("these blocks were given back")
             self._stream = self.pool._grant(
                 self,
                 TTL if ttl is None else positive_seconds("ttl", ttl),
                 STALL if stall is None else positive_seconds("stall", stall),
                 None if deadline is None else positive_seconds("deadline", deadline),
             )
+        elif self.pool.closed:
+            raise ClosedError(f"pool {self.pool.name!r} is closed")
         elif (ttl, stall, deadline) != (None, None, None):
             raise InvalidArgumentError("ttl, stall and deadline are fixed by the first call of ticket() or stream()")
         return self._stream
+
+    def _check_lent(self) -> None:
+        if self._closed:
+            raise ClosedError("these blocks were given back; reserve new ones with pool.reserve()")
 
     async def fenced(self) -> None:
         """Waits until no peer can write these blocks any more, whatever the stream's outcome was; it may never come.

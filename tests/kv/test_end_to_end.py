@@ -109,16 +109,17 @@ async def test_aborts_at_random_moments(pools: Pools) -> None:
     async def request(number: int) -> None:
         when, who = int(random.integers(0, 12)), number % 3
         async with pools.target.reserve(blocks=4) as blocks, pools.source.reserve(blocks=4) as source:
+            stream = blocks.stream()
             out = await pools.source.open_stream(pools.peer, blocks.ticket())
             for layer in range(LAYOUT.layers):
                 if layer == when and who:
-                    await (blocks.stream().abort("d") if who == 1 else out.abort("p"))
+                    await (stream.abort("d") if who == 1 else out.abort("p"))
                     break
                 out.push(layer, source[layer])
                 await asyncio.sleep(0)
             await out.aclose()
             await blocks.fenced()
-        mine, theirs = out.outcome, blocks.stream().outcome
+        mine, theirs = out.outcome, stream.outcome
         assert mine is not None
         assert theirs is not None
         assert mine.verdict is theirs.verdict

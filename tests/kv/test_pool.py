@@ -18,6 +18,7 @@ from hixl_async.errors import (
     InvalidArgumentError,
     ProtocolError,
     RangeError,
+    StreamAbortedError,
     TicketError,
     TransferTimeoutError,
     WrongLoopError,
@@ -230,10 +231,33 @@ async def test_tickets(pair: Pair) -> None:
     assert other.ticket()["generation"] != ticket["generation"]
     await other.aclose()
     await blocks.aclose()
-    fresh = await pair.target.reserve(blocks=2)
-    await fresh.aclose()
-    with pytest.raises(ClosedError):
-        fresh.ticket()
+
+
+@pytest.mark.parametrize("used", [False, True])
+async def test_blocks_that_were_given_back(pair: Pair, used: bool) -> None:
+    """They may be somebody else's by now."""
+    blocks = await pair.target.reserve(blocks=2)
+    stream = blocks.stream() if used else None
+    await blocks.aclose()
+    calls: list[Callable[[], Any]] = [blocks.ticket, blocks.stream, lambda: blocks[0], lambda: blocks.ticket(ttl=1)]
+    for call in calls:
+        with pytest.raises(ClosedError, match=r"given back; reserve.*pool\.reserve\(\)"):
+            call()
+    await blocks.fenced()
+    if stream is not None:
+        with pytest.raises(StreamAbortedError, match="gave its blocks back"):
+            await stream.finished()
+
+
+@pytest.mark.parametrize("used", [False, True])
+async def test_blocks_of_a_closed_pool_grant_nothing(pair: Pair, used: bool) -> None:
+    blocks = await pair.target.reserve(blocks=2)
+    if used:
+        blocks.ticket()
+    await pair.target.aclose()
+    for call in (blocks.ticket, blocks.stream):
+        with pytest.raises(ClosedError, match="pool 'kv' is closed"):
+            call()
 
 
 async def test_a_private_pool_grants_nothing(pair: Pair) -> None:
