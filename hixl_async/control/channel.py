@@ -156,8 +156,8 @@ class TcpChannel:
         return len(self._decoder) > 0
 
     def receive(self) -> Packet | None:
-        data = self._decoder.next()
-        if data is None:
+        # To the end of what is there: uvloop tells of a broken connection once, and that may lie behind half a message.
+        while (data := self._decoder.next()) is None:
             try:
                 chunk = self.sock.recv(self._decoder.limit)
             except (BlockingIOError, InterruptedError):
@@ -167,9 +167,6 @@ class TcpChannel:
             if not chunk:
                 raise PeerLostError("the other side closed the connection")
             self._decoder.feed(chunk)
-            data = self._decoder.next()
-            if data is None:
-                return None
         return Packet(self._receiving.open(data) if self._receiving else data, [])
 
     def send(self, data: bytes, descriptors: Sequence[int]) -> bool:

@@ -90,7 +90,7 @@ class Connection:
         self._waiting: list[asyncio.Future[None]] = []  # for room in it
         self._queued_bytes = 0
         self._queued_descriptors = 0
-        self._again: asyncio.Handle | None = None  # more messages are buffered than one pass handles
+        self._again: asyncio.Handle | None = None  # more may be there than one pass handles
         self._flushed: asyncio.Future[None] | None = None
 
     @classmethod
@@ -246,7 +246,10 @@ class Connection:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Delivers what has arrived; a flood is cut, and its rest delivered in the next pass of the loop."""
+        """Delivers what has arrived; a flood is cut, and its rest delivered in the next pass of the loop.
+
+        That is scheduled here, for uvloop tells of the end of a broken connection once, and not again.
+        """
         end = self._loop.time() + _SECONDS_PER_PASS
         for _ in range(_MESSAGES_PER_PASS):
             if self._state is not _State.OPEN:
@@ -261,7 +264,7 @@ class Connection:
                 return
             if self._loop.time() >= end:
                 break
-        if self._state is _State.OPEN and self._channel.buffered:
+        if self._state is _State.OPEN:
             self._again = self._loop.call_soon(self._pump_again)
 
     def _dispatch(self, data: bytes, descriptors: list[int]) -> None:

@@ -398,6 +398,23 @@ class TestIsLost:
             assert (await inbox.get()).kind == "last"
         assert isinstance(await inbox.lost, PeerLostError)
 
+    @pytest.mark.parametrize("what", ["half a message", "messages that mean work"])
+    async def test_behind_what_takes_another_pass(self, pair: Pair, what: str) -> None:
+        """The connection was reset, but not all before that is delivered at once; uvloop tells of a reset only once."""
+        mine, theirs = pair
+        mine.send("unread", {})
+        if what == "half a message" and not mine.same_host:  # packets come whole
+            sock(theirs).send(b"\0\0\0\x20" + b"half")
+        else:
+            for _ in range(4):
+                theirs.send("last", {"words": True})
+        await theirs.aclose()
+        await asyncio.sleep(0.01)
+        lost = asyncio.get_running_loop().create_future()
+        mine.start(lambda *message: time.sleep(0.002), lost.set_result)
+        async with asyncio.timeout(10):
+            assert isinstance(await lost, PeerLostError)
+
     async def test_when_nonsense_comes(self, pair: Pair) -> None:
         mine, theirs = pair
         inbox = Inbox(theirs)
