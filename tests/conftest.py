@@ -40,8 +40,6 @@ def _new_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> Callable[[], 
     def new() -> asyncio.AbstractEventLoop:
         loop = factory()
         loop.set_exception_handler(_hear)
-        if not isinstance(loop, asyncio.BaseEventLoop):
-            _let_signals_in(loop)
         return loop
 
     return new
@@ -49,13 +47,8 @@ def _new_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> Callable[[], 
 
 def _hear(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     _errors.append(context)
-    if isinstance(context.get("exception"), pytest.fail.Exception):  # the test's time is up; the loop would go on
+    if isinstance(context.get("exception"), pytest.fail.Exception):  # of a test whose time is up; uvloop would go on
         loop.stop()
-
-
-def _let_signals_in(loop: asyncio.AbstractEventLoop) -> None:
-    """uvloop runs no handler of a signal, so not that of a test's timeout, until something else wakes it."""
-    loop.call_later(10, _let_signals_in, loop)
 
 
 # Threads of numpy's BLAS come and go as they like, and would look like leaks; one thread also computes the same bits always.
