@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .peer import Peer
 
-__all__ = ["OVERHEAD", "ROOM", "Backlog"]
+__all__ = ["OVERHEAD", "ROOM", "Backlog", "weigh"]
 
 #: Bytes that one queue, or the backlog, may hold: peers choose how much they send.
 ROOM = 16 << 20
 #: What one notification costs beside its bytes.
 OVERHEAD = 256
+
+
+def weigh(topic: str, payload: bytes) -> int:
+    """The bytes that one notification takes up."""
+    return OVERHEAD + len(topic) + len(payload)
 
 
 class _Share:
@@ -89,7 +94,7 @@ class Backlog:
         number = next(self._numbers)
         if share is None:
             share = self._shares[peer] = self._by_number[number] = _Share(number, peer)
-        weight = max(self._least, OVERHEAD + len(topic) + len(payload))
+        weight = max(self._least, weigh(topic, payload))
         share.add(number, topic, payload, weight)
         self._held += 1
         self._weight += weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ._core import Core
-from .backlog import OVERHEAD, ROOM, Backlog
+from .backlog import ROOM, Backlog, weigh
 from .errors import InvalidArgumentError
 from .feed import Feed, Queue
 
@@ -71,7 +71,7 @@ class Topics:
         self._queues.setdefault(topic, []).append(queue)
         self._takers.clear()
         for peer, name, payload in self._backlog.take(topic):
-            self.dropped += not queue.put(Notification(peer, name, payload), OVERHEAD + len(name) + len(payload))
+            self.dropped += not queue.put(Notification(peer, name, payload), weigh(name, payload))
         return Subscription(self, topic, queue)
 
     def deliver(self, peer: Peer, topic: bytes, payload: bytes) -> None:
@@ -82,7 +82,7 @@ class Topics:
             self.dropped += self._backlog.hold(peer, name, payload)
             return
         note = Notification(peer, name, payload)
-        weight = OVERHEAD + len(name) + len(payload)
+        weight = weigh(name, payload)
         for queue in takers:
             if not queue.put(note, weight):
                 self.dropped += 1
