@@ -46,10 +46,6 @@ class Channel(Protocol):
         :raises ProtocolError: if what arrived is no message.
         """
 
-    @property
-    def buffered(self) -> bool:
-        """True if `receive` may have a message although the socket is not readable."""
-
     def send(self, data: bytes, descriptors: Sequence[int]) -> bool:
         """Sends a message, or nothing of it and says False: then try again when the socket is writable.
 
@@ -76,7 +72,6 @@ class UnixChannel:
     def __init__(self, sock: socket.socket) -> None:
         self.limit = codec.HANDSHAKE_LIMIT
         self.sock = sock
-        self.buffered = False
         # A packet is sent whole or, if it would never fit, not at all; most systems allow three times as much.
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < _LEAST_BUFFER:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LEAST_BUFFER)
@@ -150,10 +145,6 @@ class TcpChannel:
 
     def fileno(self) -> int:
         return self.sock.fileno()
-
-    @property
-    def buffered(self) -> bool:
-        return len(self._decoder) > 0
 
     def receive(self) -> Packet | None:
         # To the end of what is there: uvloop tells of a broken connection once, and that may lie behind half a message.

@@ -145,8 +145,8 @@ class Connection:
             self._loop.call_soon(self._tell_lost)
             return
         self._loop.add_reader(self._channel.fileno(), self._pump)
-        if self._channel.buffered:
-            self._again = self._loop.call_soon(self._pump_again)
+        # Some may have come with the end of the handshake, and wait here, not in the kernel.
+        self._again = self._loop.call_soon(self._pump_again)
 
     def send(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Sends a message, or queues it; never blocks.
