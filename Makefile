@@ -19,7 +19,7 @@ TORCH := torch==2.13.0
 PEERS := mooncake-transfer-engine-non-cuda ucxx-cu12
 
 # The core's modules; drivers have nothing for Python but a capsule.
-COMPILED := $(subst /,.,$(basename $(wildcard hixl_async/_*.pyx)))
+COMPILED := $(subst /,.,$(basename hixl_async/_core.pyx $(wildcard hixl_async/core/*.pyx)))
 SOURCES := $(shell find hixl_async -name '*.pyx' -o -name '*.pxd' -o -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.[ch]xx')
 # A build with other switches (see setup.py) takes the place of the one before.
 BUILT := $(VENV)/built$(if $(HIXL_ASYNC_DEBUG),-debug$(HIXL_ASYNC_DEBUG))

@@ -28,6 +28,7 @@ if SANITIZE not in SANITIZERS:
 VARIANT = "-".join(["debug" if DEBUG else "release", *filter(None, [SANITIZE])])
 INCLUDE = ["hixl_async/include"]
 HEADERS = sorted(glob("hixl_async/include/*.h"))
+PXD = ["hixl_async/_core.pxd", *sorted(glob("hixl_async/core/*.pxd"))]
 OPTIMISE = ["-O0", "-g", "-DHXA_DEBUG=1"] if DEBUG else ["-O3", "-g1"]
 SANITIZER = [*SANITIZERS[SANITIZE], *(["-fno-omit-frame-pointer", "-g", "-O1"] if SANITIZE else [])]
 COMPILE = ["-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", *OPTIMISE, *SANITIZER]
@@ -58,7 +59,7 @@ def cython(source: str) -> Extension:
     return Extension(
         source.removesuffix(".pyx").replace("/", "."),
         sources=[source],
-        depends=[*HEADERS, *sorted(glob("hixl_async/*.pxd"))],
+        depends=[*HEADERS, *PXD],
         include_dirs=INCLUDE,
         extra_compile_args=["-std=gnu11", *COMPILE, *GENERATED],
         extra_link_args=LINK,
@@ -66,7 +67,7 @@ def cython(source: str) -> Extension:
 
 
 core = cythonize(
-    [cython(source) for source in sorted(glob("hixl_async/_*.pyx"))],
+    [cython(source) for source in ["hixl_async/_core.pyx", *sorted(glob("hixl_async/core/*.pyx"))]],
     annotate=ANNOTATE,
     build_dir=f"build/{VARIANT}/cython",
     compiler_directives={

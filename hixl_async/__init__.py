@@ -1,18 +1,18 @@
 """Asyncio one-sided transfers: ``await engine.write(...)``, and the bytes are in another process's memory."""
 
 from . import kv
-from ._batch import Batch
-from ._memory import Slice as RegionSlice
-from ._transfer import Transfer
-from .coalescer import Coalescer
-from .config import EngineConfig
-from .engine import Engine
+from .core.batch import Batch
+from .core.memory import Slice as RegionSlice
+from .core.transfer import Transfer
+from .engine.coalescer import Coalescer
+from .engine.config import EngineConfig
+from .engine.engine import Engine
+from .engine.group import Group
+from .engine.notifications import Notification, Subscription
+from .engine.peer import Peer
+from .engine.region import Region, RemoteRegion
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
-from .group import Group
-from .memory import Region, RemoteRegion
-from .notify import Notification, Subscription
-from .peer import Peer
 from .types import *  # noqa: F403
 from .types import __all__ as _types
 

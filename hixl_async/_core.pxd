@@ -1,11 +1,11 @@
 # What an engine is made of.
 from libc.stdint cimport uint32_t, uint64_t
 
-from ._batch cimport Batch
-from ._flights cimport Flights
-from ._link cimport Driver, Link
-from ._memory cimport LocalMemory, Slice
-from ._transfer cimport Transfer
+from .core.batch cimport Batch
+from .core.in_flight cimport Flights
+from .core.link cimport Driver, Link
+from .core.memory cimport LocalMemory, Slice
+from .core.transfer cimport Transfer
 
 
 cdef class Core(Flights):

@@ -5,11 +5,11 @@ from typing import Any, Protocol, TypeAlias
 
 from typing_extensions import Buffer
 
-from ._batch import Batch
-from ._flights import Flights
-from ._link import Driver, Link
-from ._memory import LocalMemory, Memory, RemoteMemory, Slice
-from ._transfer import Transfer
+from .core.batch import Batch
+from .core.in_flight import Flights
+from .core.link import Driver, Link
+from .core.memory import LocalMemory, Memory, RemoteMemory, Slice
+from .core.transfer import Transfer
 from .types import Priority
 
 class _SupportsDLPack(Protocol):

@@ -30,14 +30,14 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.number cimport PyNumber_Index
 from libc.math cimport INFINITY
 
-from ._batch cimport Batch
-from ._flights cimport Flights
-from ._link cimport Driver, Link, driver_error
-from ._memory cimport (
+from .core.batch cimport Batch
+from .core.in_flight cimport Flights
+from .core.link cimport Driver, Link, driver_error
+from .core.memory cimport (
     LocalMemory, Memory, Places, RemoteMemory, Slice, check_access, check_contents, check_reach, raise_gone, whole,
 )
-from ._transfer cimport COST_NANOSECONDS, CREDIT, DONE, SMALL_BYTES, Transfer, hxa_now
-from .driver cimport *
+from .core.transfer cimport COST_NANOSECONDS, CREDIT, DONE, SMALL_BYTES, Transfer, hxa_now
+from .core.driver cimport *
 
 from . import errors
 

@@ -44,7 +44,7 @@ def _cache() -> Path:
 def _fingerprint(package: Path) -> str:
     """Changes with everything that the extension is compiled from, and with the Python that it is compiled for."""
     content = hashlib.sha256(f"{sys.version} {SUFFIX}".encode())
-    for path in (SOURCE, *sorted(package.glob("*.pxd")), *sorted(package.glob("include/*.h"))):
+    for path in (SOURCE, *sorted(package.rglob("*.pxd")), *sorted(package.glob("include/*.h"))):
         content.update(path.name.encode() + b"\0" + path.read_bytes())
     return content.hexdigest()[:16]
 

@@ -29,7 +29,7 @@ from peers.gloo import join
 from peers.sockets import receive_into
 
 from hixl_async import Engine, Peer
-from hixl_async.config import Drivers
+from hixl_async.engine.config import Drivers
 from hixl_async.kv import Blocks, Layout, Pool, PushStream
 from rig.pair import run_loop
 

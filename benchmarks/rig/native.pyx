@@ -8,9 +8,9 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from hixl_async._batch cimport Batch
-from hixl_async._link cimport Hub, hxa_mailbox
-from hixl_async.driver cimport *
+from hixl_async.core.batch cimport Batch
+from hixl_async.core.link cimport Hub, hxa_mailbox
+from hixl_async.core.driver cimport *
 
 cdef extern from *:
     """

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from .._link import CAPABILITIES, table_capabilities, table_problem
+from ..core.link import CAPABILITIES, table_capabilities, table_problem
 from ..errors import DriverLoadError, InvalidArgumentError
 from ..types import DriverInfo
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..arguments import positive_seconds, whole_number
+from ..engine.arguments import positive_seconds, whole_number
 from ..errors import ClosedError, InvalidArgumentError, RangeError
 
 if TYPE_CHECKING:

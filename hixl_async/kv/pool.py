@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..arguments import positive_seconds
+from ..engine.arguments import positive_seconds
 from ..errors import (
     AccessError,
     BusyError,

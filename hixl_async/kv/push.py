@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import whole_number
+from ..engine.arguments import whole_number
 from ..errors import (
     ClosedError,
     HixlError,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..arguments import whole_number
+from ..engine.arguments import whole_number
 from ..errors import BusyError, ClosedError, HixlError, RangeError, TicketError
 from .protocol import Abort, End, Open, Outcome, Ticket, Verdict, check_reason, service
 from .states import ConsumerState

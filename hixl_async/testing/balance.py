@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
-from .. import engine as _engine
+from ..engine import engine as _engine
 
 __all__ = ["BalanceSheet", "until"]
 

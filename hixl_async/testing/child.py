@@ -11,8 +11,8 @@ import socket
 import sys
 from typing import Any
 
-from ..engine import Engine
-from ..memory import RemoteRegion
+from ..engine.engine import Engine
+from ..engine.region import RemoteRegion
 from ..types import AccessLike
 from .plan import FaultPlan, faulty
 

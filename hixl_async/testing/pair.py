@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from ..config import Drivers
-from ..engine import Engine
-from ..memory import Region, RemoteRegion
-from ..peer import Peer
+from ..engine.config import Drivers
+from ..engine.engine import Engine
+from ..engine.peer import Peer
+from ..engine.region import Region, RemoteRegion
 from ..types import AccessLike
 
 __all__ = ["EnginePair", "engine_pair"]

@@ -107,7 +107,7 @@ async def test_leaving_a_stopped_peer_is_bounded() -> None:
 
 async def test_closing_an_engine_with_a_stopped_writer(loop_errors: list[dict[str, Any]]) -> None:
     """Bounded; what was borrowed from others is leaked, loudly; what is ours alone is given back."""
-    from hixl_async import sharing
+    from hixl_async.engine import regions as sharing
 
     async with peer_process(name="writer") as process:
         borrowed = bytearray(2 << 20)

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import hixl_async
-from hixl_async import cli, drivers
+from hixl_async import drivers
+from hixl_async.cli import commands as cli
 from hixl_async.types import DriverInfo
 from tests.hixlsim.build import build
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hixl_async import BufferTypeError, Engine, PeerLostError, TransferError, TransferTimeoutError
-from hixl_async._device import DeviceCopies
-from hixl_async.memory import Operand
+from hixl_async.core.device_copies import DeviceCopies
+from hixl_async.engine.region import Operand
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
 SIZE = 4096

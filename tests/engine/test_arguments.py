@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from hixl_async import InvalidArgumentError
-from hixl_async.arguments import positive_seconds, whole_number
+from hixl_async.engine.arguments import positive_seconds, whole_number
 
 
 @pytest.mark.parametrize("value", [1, 0.25, 1e300, Fraction(1, 3), numpy.float32(2), numpy.int64(3)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hixl_async.backlog import OVERHEAD, ROOM, Backlog
+from hixl_async.engine.unclaimed import OVERHEAD, ROOM, Backlog
 
 PEERS: list[Any] = ["a", "b", "c", "d"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hixl_async import AccessError, ClosedError, InvalidArgumentError, PeerLostError, RangeError, TransferError
-from hixl_async.coalescer import MOST
+from hixl_async.engine.coalescer import MOST
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
 

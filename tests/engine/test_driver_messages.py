@@ -12,7 +12,7 @@ from puppet import puppet, segment, stage
 from tables import table
 
 from hixl_async import Engine, PeerLostError, PeerState
-from hixl_async._link import MESSAGE_LIMIT
+from hixl_async.core.link import MESSAGE_LIMIT
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 
 from .conftest import until

@@ -455,7 +455,7 @@ async def test_a_link_card_over_the_limit(engine: Engine) -> None:
 
 
 async def test_more_regions_than_anybody_needs(engine: Engine) -> None:
-    from hixl_async.sharing import MAX_OFFERS
+    from hixl_async.engine.regions import MAX_OFFERS
 
     async with puppet(engine.address) as actor:
         for number in range(MAX_OFFERS):

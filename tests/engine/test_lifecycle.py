@@ -226,7 +226,8 @@ async def test_close_leaks_loudly_what_a_driver_still_holds() -> None:
     # In a process of its own: what is leaked stays.
     done = run_python("""
         import asyncio, time
-        from hixl_async import Engine, ClosedError, engine
+        from hixl_async import Engine, ClosedError
+        from hixl_async.engine import engine
         from hixl_async.testing import FaultPlan, engine_pair, faulty
 
         engine.LINGER = 0.3

@@ -21,7 +21,7 @@ from hixl_async import (
     Subscription,
     TransferTimeoutError,
 )
-from hixl_async.notify import Topics
+from hixl_async.engine.notifications import Topics
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process
 
 from .conftest import settle, until

@@ -246,7 +246,7 @@ async def test_memory_of_others_is_leaked_rather_than_freed(loop_errors: list[di
 
 def _forget_leaks(engine: Engine) -> None:
     """The puppet is this process, and means no harm: so that the balance sheet of this test is right."""
-    from hixl_async import sharing
+    from hixl_async.engine import regions as sharing
 
     for region in sharing._leaked:
         region.unpin()

@@ -21,8 +21,8 @@ from hixl_async import (
     RangeError,
     TransferTimeoutError,
 )
-from hixl_async.calls import MAX_HANDLERS
-from hixl_async.messages import Incoming
+from hixl_async.engine.messages import Incoming
+from hixl_async.engine.rpc import MAX_HANDLERS
 from hixl_async.testing import EnginePair, engine_pair
 
 from .conftest import settle, until

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import hixl_async.peer
+import hixl_async.engine.peer
 from hixl_async import (
     Batch,
     BusyError,
@@ -528,7 +528,7 @@ def run_programs(machine: type[Machine], count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hixl_async.peer, "GOODBYE_GRACE", 0.01)
+    monkeypatch.setattr(hixl_async.engine.peer, "GOODBYE_GRACE", 0.01)
 
 
 @pytest.mark.timeout(300)

@@ -1,0 +1,5 @@
+"""The command ``hixl-async``."""
+
+from .commands import main
+
+__all__ = ["main"]

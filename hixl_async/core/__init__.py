@@ -1,0 +1,3 @@
+"""The Cython modules behind ``hixl_async._core``: drivers and links, memory, batches, transfers, and what is in flight."""
+
+__all__: list[str] = []

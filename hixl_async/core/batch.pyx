@@ -1,0 +1,414 @@
+"""Prepared lists of copies."""
+
+cimport cython
+from cpython.buffer cimport PyObject_CheckBuffer
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.number cimport PyNumber_Index
+from libc.string cimport memcpy
+
+from .memory cimport LocalMemory, Memory, RemoteMemory, Slice, check_access, check_reach, fill, raise_gone, whole
+from .driver cimport *
+
+import sys
+from array import array
+
+from .. import errors
+
+#: In place of a verb: an object that is filled by whoever made it.
+cdef object _EMPTY = object()
+cdef str _TRIPLE = "local offset, remote offset, length"
+cdef str _SIX = "local offset, local stride, remote offset, remote stride, length, count"
+cdef dict VERBS = {"read": HXA_READ, "write": HXA_WRITE}
+
+
+cdef object _table(object rows, Py_ssize_t width, str words):
+    """Any N x `width` table of 64-bit integers as a typed view, without copying where it already is one."""
+    if not PyObject_CheckBuffer(rows) and hasattr(rows, "__dlpack__") and "numpy" in sys.modules:
+        try:
+            rows = sys.modules["numpy"].from_dlpack(rows)  # a tensor; row by row it would take a hundred times as long
+        except (TypeError, ValueError, RuntimeError, BufferError) as error:
+            raise errors.BufferTypeError(f"rows: {type(rows).__name__} cannot be used by DLPack: {error}") from error
+    if not PyObject_CheckBuffer(rows):
+        flat = array("Q")
+        try:
+            for row in rows:
+                before = len(flat)
+                flat.extend(row)
+                if len(flat) - before != width:
+                    raise ValueError
+        except (TypeError, ValueError, OverflowError) as error:
+            raise errors.InvalidArgumentError(
+                f"rows must be sequences ({words}) of integers in 0..2**64-1"
+            ) from error
+        if not flat:
+            raise _nothing_to_move()
+        return memoryview(flat).cast("B").cast("Q", (len(flat) // width, width))
+    try:
+        view = memoryview(rows)
+    except (TypeError, ValueError, BufferError) as error:  # what buffers cannot describe, such as datetime64, or one let go
+        raise errors.InvalidArgumentError(f"rows must be 64-bit integers (uint64) in a buffer: {error}") from error
+    if view.ndim != 2 or view.shape[1] != width:
+        raise errors.InvalidArgumentError(f"rows must have shape (N, {width}): {words}; got {tuple(view.shape)}")
+    if view.shape[0] == 0:
+        raise _nothing_to_move()
+    if view.itemsize != 8 or view.format.lstrip("@=<") not in ("Q", "L", "q", "l"):
+        raise errors.InvalidArgumentError(f"rows must hold 64-bit integers (uint64), not format {view.format!r}")
+    if not view.c_contiguous:
+        raise errors.BufferTypeError("rows must be C-contiguous; pass numpy.ascontiguousarray(rows)")
+    # A negative int64 becomes a huge offset here, and the bounds check names it.
+    return view.cast("B").cast("Q", view.shape)
+
+
+cdef object _nothing_to_move():
+    return errors.InvalidArgumentError("the batch has no descriptors; leave the call out when there is nothing to move")
+
+
+cdef list _parts(object parts):
+    """The parts of a batch as tuples of two or three."""
+    try:
+        listed = [tuple(part) for part in parts]
+    except TypeError:
+        listed = [()]
+    if any(len(part) not in (2, 3) for part in listed):
+        raise errors.InvalidArgumentError(
+            "parts must be a sequence whose members are (local, remote, rows) or (local_slice, remote_slice)"
+        )
+    return listed
+
+
+@cython.final
+cdef class Batch:
+    """A prepared list of copies: one peer, one direction, N descriptors, one completion.  May be submitted many times.
+
+    ``Batch(verb, local, remote, rows)`` takes an N x 3 C-contiguous buffer of 64-bit integers (numpy, array, memoryview) or
+    a sequence of triples: local offset, remote offset, length, in bytes, counted from the start of `local` and `remote`
+    (regions or ranges of them).  ``Batch(verb, parts)`` takes a sequence of ``(local, remote, rows)`` or ``(local_slice,
+    remote_slice)``.  `strided` takes copies that repeat at even distances.  Everything is validated here, once, and
+    neighbours that continue each other on both sides become one descriptor.
+
+    :param verb: ``"read"`` (remote to local) or ``"write"`` (local to remote).
+    :raises InvalidArgumentError: if `verb`, a part or the shape of `rows` is malformed, or there is no descriptor.
+    :raises RangeError: if a descriptor has length 0 or reaches outside; its number is in `index`.
+    :raises AccessError: if the remote region does not grant `verb`.
+    """
+
+    def __cinit__(self, verb, local, remote=None, rows=None):
+        cdef list parts = []
+        cdef Slice left, right
+        cdef size_t total = 0
+        if verb is _EMPTY:
+            return
+        self._begin(verb)
+        for part in [(local, remote, rows)] if remote is not None else _parts(local):
+            left = whole(part[0], "local", LocalMemory)
+            right = whole(part[1], "remote", RemoteMemory)
+            table = _table(part[2], 3, _TRIPLE) if len(part) == 3 and part[2] is not None else None
+            self._adopt(left.memory, right.memory)
+            parts.append((left, right, table))
+            total += 1 if table is None else table.shape[0]
+        if total == 0:
+            raise _nothing_to_move()
+        self._reserve(total, len(parts))
+        for left, right, table in parts:
+            if table is None:
+                self._add_slices(left, right)
+            else:
+                self._add_rows(left, right, table)
+        self._end()
+
+    @classmethod
+    def strided(cls, verb, local, remote, runs):
+        """Copies that repeat at even distances, such as one head's keys of all tokens.
+
+        :param local: a local region or a range of one, from whose start offsets count.
+        :param remote: likewise, of a peer.
+        :param runs: an N x 6 buffer of 64-bit integers or a sequence of sixes: local offset, local stride, remote offset,
+            remote stride, length, count; all but the count in bytes.  The k-th copy of a run moves `length` bytes at offset +
+            k * stride on both sides.
+        :raises InvalidArgumentError: as for a batch.
+        :raises RangeError: if a run has length or count 0 or reaches outside; its number is in `index`.
+        """
+        cdef Batch batch = Batch.__new__(Batch, _EMPTY, None)
+        cdef Slice left = whole(local, "local", LocalMemory)
+        cdef Slice right = whole(remote, "remote", RemoteMemory)
+        cdef const uint64_t[:, ::1] table = _table(runs, 6, _SIX)
+        cdef size_t total = 0
+        cdef Py_ssize_t i
+        batch._begin(verb)
+        batch._adopt(left.memory, right.memory)
+        for i in range(table.shape[0]):
+            total += min(table[i, 5], batch.link.driver.descriptor_limit + 1)
+        batch._reserve(total, 1)
+        batch._add_runs(left, right, table)
+        batch._end()
+        return batch
+
+    def shifted(self, local=0, remote=0):
+        """The same copies at other places: all local offsets by `local` bytes further on, all remote ones by `remote`.
+
+        It costs one copy of the descriptors, whatever they were made from.
+
+        :raises RangeError: if a descriptor would leave the ranges that this batch was made for; for one made from pairs of
+            slices that is their regions.
+        :raises InvalidArgumentError: if a shift is no integer.
+        """
+        cdef Batch batch
+        cdef size_t i
+        cdef int64_t here, there
+        try:
+            here, there = PyNumber_Index(local), PyNumber_Index(remote)
+        except TypeError:
+            raise errors.InvalidArgumentError(f"shifts are whole numbers of bytes, not {local!r} and {remote!r}") from None
+        except OverflowError:
+            raise errors.RangeError(f"{self!r} shifted by {local} local and {remote} remote bytes reaches outside") from None
+        for i in range(self.n_extents):
+            if not (_fits(&self.extents[i].local, here) and _fits(&self.extents[i].remote, there)):
+                raise errors.RangeError(f"{self!r} shifted by {here} local and {there} remote bytes reaches outside")
+        batch = Batch.__new__(Batch, _EMPTY, None)
+        batch.verb, batch.link, batch.memories = self.verb, self.link, self.memories
+        batch.rows, batch.nbytes = self.rows, self.nbytes
+        batch.origin = self if self.origin is None else self.origin
+        batch._reserve(self.count, self.n_extents)
+        batch.count, batch.n_extents = self.count, self.n_extents
+        memcpy(batch.extents, self.extents, self.n_extents * sizeof(Extent))
+        for i in range(self.n_extents):
+            _shift(&batch.extents[i].local, here)
+            _shift(&batch.extents[i].remote, there)
+        # Two's complement: adding a negative shift wraps around to the right place.
+        for i in range(self.count):
+            batch.desc[i] = self.desc[i]
+            batch.desc[i].loff += <uint64_t>here
+            batch.desc[i].roff += <uint64_t>there
+        return batch
+
+    def __dealloc__(self):
+        PyMem_Free(self.desc)
+        PyMem_Free(self.first)
+        PyMem_Free(self.extents)
+
+    def __len__(self):
+        return self.rows
+
+    def __repr__(self):
+        merged = f" in {self.count} descriptors" if self.count != self.rows else ""
+        return f"<Batch {'write' if self.verb == HXA_WRITE else 'read'}: {self.rows} copies{merged}, {self.nbytes} bytes>"
+
+    cdef int _begin(self, verb) except -1:
+        try:
+            self.verb = VERBS[verb]
+        except (KeyError, TypeError):
+            raise errors.InvalidArgumentError(f"verb must be 'read' or 'write', not {verb!r}") from None
+        self.memories = []
+        return 0
+
+    cdef int _adopt(self, LocalMemory local, RemoteMemory remote) except -1:
+        """One peer per batch, the right access, and each memory pinned once."""
+        if not remote.alive:
+            raise_gone(remote)
+        if not local.alive:
+            raise_gone(local)
+        if self.link is None:
+            self.link = remote.link
+        elif self.link is not remote.link:
+            raise errors.InvalidArgumentError("all parts of a batch must belong to one peer; make one batch per peer")
+        if local.core is not remote.core:
+            raise errors.InvalidArgumentError(f"{local!r} belongs to another engine than {remote!r}")
+        check_access(remote, self.verb)
+        if local.mems[self.link.driver.index] == NULL:
+            check_reach(local, self.link.driver)
+        if self.verb == HXA_READ and local.readonly:
+            raise errors.BufferTypeError("the local region was registered from a read-only buffer; it cannot be read into")
+        if local not in self.memories:
+            self.memories.append(local)
+        if remote not in self.memories:
+            self.memories.append(remote)
+        return 0
+
+    cdef int _reserve(self, size_t descriptors, size_t extents) except -1:
+        """Room for at most so many descriptors; those that get merged need less, so more than the limit are not refused yet."""
+        self.room = min(descriptors, self.link.driver.descriptor_limit)
+        self.desc = <hxa_desc *>PyMem_Malloc(self.room * sizeof(hxa_desc))
+        self.extents = <Extent *>PyMem_Malloc(extents * sizeof(Extent))
+        if self.desc == NULL or self.extents == NULL:
+            raise MemoryError()
+        return 0
+
+    cdef int _end(self) except -1:
+        if self.overflow:
+            raise errors.InvalidArgumentError(
+                f"{self.rows} copies make more than the {self.room} descriptors that driver {self.link.driver.name!r} takes at "
+                "once; split the batch"
+            )
+        return 0
+
+    cdef int _map_row(self) except -1 nogil:
+        """The descriptor that was just added begins with row `rows`; kept only once that is not its own number."""
+        cdef size_t i
+        if self.first == NULL:
+            if self.rows == self.count - 1:
+                return 0
+            with gil:
+                self.first = <size_t *>PyMem_Malloc(self.room * sizeof(size_t))
+                if self.first == NULL:
+                    raise MemoryError()
+            for i in range(self.count - 1):
+                self.first[i] = i
+        self.first[self.count - 1] = self.rows
+        return 0
+
+    cdef int64_t _row(self, int64_t descriptor) noexcept:
+        """The number that the program knows a descriptor by; of several rows that were merged the first."""
+        cdef Batch made = self if self.origin is None else self.origin
+        return descriptor if made.first == NULL or descriptor < 0 else <int64_t>made.first[descriptor]
+
+    cdef int _add(self, const hxa_desc *piece, size_t floor) except -1 nogil:
+        """One more copy, merged with the one before where that is number `floor` or later."""
+        cdef hxa_desc *last
+        if self.count > floor:
+            last = &self.desc[self.count - 1]
+            if (piece.lmem == last.lmem and piece.rmem == last.rmem and piece.loff == last.loff + last.len
+                    and piece.roff == last.roff + last.len):
+                last.len += piece.len
+                self.rows += 1
+                self.nbytes += piece.len
+                return 0
+        if self.count == self.room:
+            self.overflow = True
+        else:
+            self.desc[self.count] = piece[0]
+            self.count += 1
+            self._map_row()
+        self.rows += 1
+        self.nbytes += piece.len
+        return 0
+
+    cdef int _add_slices(self, Slice left, Slice right) except -1:
+        cdef hxa_desc piece
+        cdef Extent *extent = &self.extents[self.n_extents - 1] if self.n_extents else NULL
+        cdef Memory local = left.memory, remote = right.memory
+        cdef size_t floor = self.count
+        if left.length != right.length or left.length == 0:
+            raise errors.RangeError(
+                f"descriptor {self.rows}: {left.length} local and {right.length} remote bytes; "
+                "lengths must be equal and not 0",
+                index=self.rows,
+            )
+        if extent != NULL and extent.whole_of == <void *>local and extent.whole_of_remote == <void *>remote:
+            floor = extent.begin
+        else:
+            extent = &self.extents[self.n_extents]
+            self.n_extents += 1
+            extent.begin, extent.whole_of, extent.whole_of_remote = floor, <void *>local, <void *>remote
+            extent.local = Span(0, local.size, left.offset, left.offset)
+            extent.remote = Span(0, remote.size, right.offset, right.offset)
+        _cover(&extent.local, left.offset, left.length)
+        _cover(&extent.remote, right.offset, right.length)
+        fill(&piece, local, left.offset, remote, right.offset, left.length, self.link.driver)
+        self._add(&piece, floor)
+        return 0
+
+    cdef Extent *_begin_extent(self, Slice left, Slice right) noexcept:
+        """Of rows and runs, which count from the start of two ranges."""
+        cdef Extent *extent = &self.extents[self.n_extents]
+        self.n_extents += 1
+        extent.begin, extent.whole_of, extent.whole_of_remote = self.count, NULL, NULL
+        extent.local = Span(0, left.length, <uint64_t>-1, 0)
+        extent.remote = Span(0, right.length, <uint64_t>-1, 0)
+        return extent
+
+    cdef int _add_rows(self, Slice left, Slice right, const uint64_t[:, ::1] table) except -1:
+        cdef Py_ssize_t i, n = table.shape[0], bad = -1
+        cdef uint64_t loff, roff, length
+        cdef hxa_desc first, piece
+        cdef Extent *extent = self._begin_extent(left, right)
+        if left.length and right.length:
+            fill(&first, left.memory, left.offset, right.memory, right.offset, 1, self.link.driver)
+        cdef uint64_t lsize = left.length, rsize = right.length
+        with nogil:
+            for i in range(n):
+                loff = table[i, 0]
+                roff = table[i, 1]
+                length = table[i, 2]
+                # By subtraction, for loff + length may overflow 64 bits.
+                if length == 0 or length > lsize or loff > lsize - length or length > rsize or roff > rsize - length:
+                    bad = i
+                    break
+                piece = first
+                piece.loff += loff
+                piece.roff += roff
+                piece.len = length
+                _cover(&extent.local, loff, length)
+                _cover(&extent.remote, roff, length)
+                self._add(&piece, extent.begin)
+        if bad >= 0:
+            raise errors.RangeError(
+                f"descriptor {self.rows} (local {table[bad, 0]}, remote {table[bad, 1]}, length {table[bad, 2]}) is "
+                f"empty or reaches outside (local {lsize}, remote {rsize} bytes)",
+                index=self.rows,
+            )
+        return 0
+
+    cdef int _add_runs(self, Slice left, Slice right, const uint64_t[:, ::1] table) except -1:
+        cdef Py_ssize_t i, n = table.shape[0], bad = -1
+        cdef uint64_t loff, lstride, roff, rstride, length, count
+        cdef hxa_desc first, piece
+        cdef Extent *extent = self._begin_extent(left, right)
+        if left.length and right.length:
+            fill(&first, left.memory, left.offset, right.memory, right.offset, 1, self.link.driver)
+        with nogil:
+            for i in range(n):
+                loff, lstride = table[i, 0], table[i, 1]
+                roff, rstride = table[i, 2], table[i, 3]
+                length, count = table[i, 4], table[i, 5]
+                if count == 0 or not (_reaches(left.length, loff, lstride, length, count)
+                                      and _reaches(right.length, roff, rstride, length, count)):
+                    bad = i
+                    break
+                _cover(&extent.local, loff, (count - 1) * lstride + length)
+                _cover(&extent.remote, roff, (count - 1) * rstride + length)
+                piece = first
+                piece.loff += loff
+                piece.roff += roff
+                piece.len = length
+                if lstride == length and rstride == length:
+                    piece.len = length * count
+                    self._add(&piece, extent.begin)
+                    self.rows += count - 1
+                    continue
+                for _ in range(count):
+                    self._add(&piece, extent.begin)
+                    if self.overflow:
+                        break
+                    piece.loff += lstride
+                    piece.roff += rstride
+        if bad >= 0:
+            raise errors.RangeError(
+                f"run {bad} (local {table[bad, 0]} every {table[bad, 1]}, remote {table[bad, 2]} every {table[bad, 3]}, "
+                f"length {table[bad, 4]}, {table[bad, 5]} times) is empty or reaches outside (local {left.length}, remote "
+                f"{right.length} bytes)",
+                index=bad,
+            )
+        return 0
+
+
+cdef inline bint _reaches(uint64_t size, uint64_t offset, uint64_t stride, uint64_t length, uint64_t count) noexcept nogil:
+    """Does a run lie inside?  By subtraction and division, for the products may overflow 64 bits."""
+    if length == 0 or length > size or offset > size - length:
+        return False
+    return stride == 0 or count - 1 <= (size - length - offset) // stride
+
+
+cdef inline void _cover(Span *span, uint64_t offset, uint64_t length) noexcept nogil:
+    span.least = min(span.least, offset)
+    span.most = max(span.most, offset + length)
+
+
+cdef inline bint _fits(const Span *span, int64_t by) noexcept nogil:
+    if by < 0:
+        return <uint64_t>(-(by + 1)) < span.least - span.floor
+    return <uint64_t>by <= span.roof - span.most
+
+
+cdef inline void _shift(Span *span, int64_t by) noexcept nogil:
+    span.least += <uint64_t>by
+    span.most += <uint64_t>by

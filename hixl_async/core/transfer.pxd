@@ -1,0 +1,74 @@
+# Transfers; every field explained.
+from cpython.buffer cimport Py_buffer
+from libc.stdint cimport int64_t, uint64_t
+
+from .link cimport Hub, Link
+from .memory cimport Memory
+from .driver cimport hxa_batch, hxa_desc, hxa_op
+
+cdef extern from *:
+    """
+    #include <time.h>
+    static inline int64_t hxa_now(void) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    }
+    """
+    int64_t hxa_now() nogil
+
+
+cdef enum: ACTIVE, DONE, FAILED, CANCELLED
+# C8: how much work may finish inside calls before whoever awaits must yield.  A small operation costs 1, a larger copy what
+# it took in units of COST_NANOSECONDS: 128 is roughly a tenth of a millisecond, against 3 to 6 us for the yield.
+cdef enum: CREDIT = 128
+cdef enum: COST_NANOSECONDS = 800
+cdef enum: SMALL_BYTES = 16 << 10  # below it the clock would cost more than it tells
+
+
+cdef class Drain:
+    cdef object future
+    cdef Py_ssize_t missing           # flights that are not released yet
+
+    cdef int _one(self) except -1
+
+
+cdef class Transfer:
+    cdef hxa_op op                    # the driver's part of the slot; op.owner is this object
+    cdef hxa_batch batch
+    cdef hxa_desc desc                # storage of a batch of one
+    cdef Hub core
+    cdef readonly Link link
+    cdef object local                 # pins: LocalMemory, Batch, or an object whose address is used
+    cdef Memory remote                # pins the remote side of a batch of one
+    cdef Memory signal                # pins the memory of the signal word
+    cdef Py_buffer view               # pins a plain local buffer; view.obj is NULL otherwise
+    cdef object device                # what tells when a device has copied by itself; None: the driver does it
+    cdef hxa_batch *tail              # of such a transfer: what the driver sends after the data, or NULL
+    cdef object topic, note           # bytes that the batch points to
+    cdef int outcome                  # ACTIVE, DONE, FAILED, CANCELLED
+    cdef int cost                     # of awaiting it, once it is done (C8)
+    cdef bint control                 # not a transfer: a link or memory call; not counted, no deadline
+    cdef bint flying                  # accepted, not yet released: linked in Core.first
+    cdef bint abandoned               # the driver was told that nobody waits for it
+    cdef public bint _asyncio_future_blocking
+    cdef public object _cancel_message        # what `cancel` was told
+    cdef object exc                   # the failure
+    cdef object unretrieved           # reports a failure that nobody looked at
+    cdef object callback, context     # the usual single waiter
+    cdef list callbacks               # further (callback, context)
+    cdef list drains                  # Drain objects that wait for the release
+    cdef object timer                 # TimerHandle of an explicit deadline
+    cdef double moved                 # loop time of the last progress seen
+    cdef uint64_t landed              # bytes at that time
+    cdef void *next                   # Transfer: list of flights
+    cdef void *prev
+
+    cdef int _resolve(self, int outcome, object exc) except -1
+    cdef int _unpin(self) except -1
+    cdef uint64_t _moved(self)
+    cdef bint _stop(self) except -1
+    cdef bint _waits(self) noexcept
+    cdef bint _abandonable(self) noexcept
+    cdef object _failure(self)
+    cdef object _failed_row(self)

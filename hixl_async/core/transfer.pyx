@@ -1,0 +1,433 @@
+"""Transfers: the slot of a flight, and the future that a program sees."""
+
+cimport cython
+from cpython.buffer cimport PyBuffer_Release
+from cpython.mem cimport PyMem_Free
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF
+
+from .batch cimport Batch
+from .link cimport Hub
+from .memory cimport LocalMemory, Memory
+from .driver cimport *
+
+import asyncio
+from asyncio import CancelledError, InvalidStateError
+
+from .. import errors
+from ..types import TransferState
+
+cdef extern from "Python.h":
+    int PyContext_Enter(object) except -1
+    int PyContext_Exit(object) except -1
+    object PyContext_CopyCurrent()
+    void PyErr_SetObject(object, object)
+
+cdef extern from *:
+    """
+    /* An awaitable with am_send costs a sixth of one that raises StopIteration; Cython has no syntax for the slot. */
+    static void hxa_set_am_send(PyObject *type, sendfunc send) {
+        PyTypeObject *t = (PyTypeObject *)type;
+        t->tp_as_async->am_send = send;
+        PyType_Modified(t);
+    }
+    """
+    ctypedef int PySendResult
+    PySendResult PYGEN_RETURN, PYGEN_NEXT, PYGEN_ERROR
+    ctypedef PySendResult (*sendfunc)(PyObject *, PyObject *, PyObject **) noexcept
+    void hxa_set_am_send(object, sendfunc)
+
+# Seconds between two looks at the progress of a transfer.
+cdef double SHORTEST_LOOK = 0.0005
+cdef double LONGEST_LOOK = 0.05
+
+cdef object Task = asyncio.Task
+cdef tuple OUTCOMES = (TransferState.ACTIVE, TransferState.DONE, TransferState.FAILED, TransferState.CANCELLED)
+
+
+class _Unretrieved:
+    """Travels with a failed transfer; when both die unseen, the loop's exception handler hears of it."""
+
+    __slots__ = ("exception", "loop", "text")
+
+    def __init__(self, loop, text, exception):
+        self.loop, self.text, self.exception = loop, text, exception
+
+    def __del__(self):
+        if self.exception is not None and not self.loop.is_closed():
+            self.loop.call_exception_handler(
+                {"message": f"{self.text} failed and nobody awaited it", "exception": self.exception}
+            )
+
+
+cdef class Drain:
+    """One future that waits for the release of several flights."""
+
+    cdef int _one(self) except -1:
+        self.missing -= 1
+        if self.missing == 0 and not self.future.done():
+            self.future.set_result(None)
+        return 0
+
+
+@cython.final
+@cython.freelist(128)
+cdef class Transfer:
+    """One accepted read, write or batch; a future: await it, or give it to gather, wait, wait_for, timeout or shield.
+
+    Its result is the number of bytes moved.  It began when it was called; awaiting only waits.  After a failure or a
+    cancellation the contents of the target range are undefined, and the local memory stays pinned until `drained`.
+    """
+
+    def __dealloc__(self):
+        PyMem_Free(self.tail)
+
+    def __init__(self):
+        raise TypeError("a transfer is made by engine.read, engine.write or engine.submit")
+
+    def __repr__(self):
+        what = "control" if self.control else "write" if self.batch.verb == HXA_WRITE else "read"
+        peer = f" {'to' if self.batch.verb == HXA_WRITE else 'from'} {self.link.peer!r}" if self.link is not None else ""
+        held = " pinned" if self.flying else ""
+        return f"<Transfer {what}{peer} of {self.batch.bytes} bytes, {OUTCOMES[self.outcome].value}{held}>"
+
+    # -- future protocol: https://docs.python.org/3/library/asyncio-extending.html and Lib/asyncio/futures.py
+
+    def __await__(self):
+        return self
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        cdef PyObject *value
+        cdef PySendResult sent
+        if self.outcome == FAILED or self.outcome == CANCELLED:
+            self._raise()
+        sent = _transfer_send(<PyObject *>self, NULL, &value)
+        result = <object>value
+        Py_DECREF(result)
+        if sent == PYGEN_RETURN:
+            raise StopIteration(result)
+        return result
+
+    def get_loop(self):
+        """The event loop of the engine."""
+        return self.core.loop
+
+    @property
+    def _loop(self):
+        return self.core.loop
+
+    def done(self):
+        """True once the outcome is known; see `drained` for the memory."""
+        return self.outcome != ACTIVE
+
+    def cancelled(self):
+        """True if `cancel` ended it."""
+        return self.outcome == CANCELLED
+
+    def result(self):
+        """Bytes moved.
+
+        :raises InvalidStateError: if it is not done.
+        :raises TransferError: if it failed.
+        :raises CancelledError: if it was cancelled.
+        """
+        if self.outcome == DONE:
+            return self.op.bytes
+        self._raise()
+
+    def exception(self):
+        """The failure, or None.
+
+        :raises InvalidStateError: if it is not done.
+        :raises CancelledError: if it was cancelled.
+        """
+        if self.outcome == DONE:
+            return None
+        if self.outcome == FAILED:
+            return self._failure()
+        self._raise()
+
+    cdef object _failure(self):
+        if self.unretrieved is not None:
+            self.unretrieved.exception = None
+            self.unretrieved = None
+        return self.exc
+
+    def _raise(self):
+        if self.outcome == FAILED:
+            raise self._failure()
+        if self.outcome == CANCELLED:
+            raise self._make_cancelled_error()
+        raise InvalidStateError("the transfer is not done")
+
+    def _make_cancelled_error(self):
+        """What asyncio.gather raises for a cancelled member: a part of the protocol that has no public name."""
+        return CancelledError() if self._cancel_message is None else CancelledError(self._cancel_message)
+
+    def add_done_callback(self, fn, *, context=None):
+        """Calls ``fn(transfer)`` on the loop once the outcome is known."""
+        if context is None:
+            context = PyContext_CopyCurrent()
+        if self.outcome != ACTIVE:
+            self.core.call_soon(fn, self, context=context)
+        elif self.callback is None:
+            self.callback, self.context = fn, context
+        elif self.callbacks is None:
+            self.callbacks = [(fn, context)]
+        else:
+            self.callbacks.append((fn, context))
+
+    def remove_done_callback(self, fn):
+        """Removes every registration of `fn`; returns how many there were."""
+        cdef int removed = 0
+        if self.callback is not None and self.callback == fn:
+            self.callback = self.context = None
+            removed = 1
+        if self.callbacks is not None:
+            kept = [pair for pair in self.callbacks if pair[0] != fn]
+            removed += len(self.callbacks) - len(kept)
+            self.callbacks = kept
+        return removed
+
+    def cancel(self, msg=None):
+        """Ends the wait and asks the driver to stop; False if the outcome is known already.
+
+        Bytes that are on their way may still land, and the memory stays pinned until `drained` (C5).
+
+        :raises WrongLoopError: on another thread than the loop's.
+        """
+        if self.outcome != ACTIVE:
+            return False
+        self.core._must_be_on_thread()
+        self._cancel_message = msg
+        self._resolve(CANCELLED, None)
+        self._stop()
+        return True
+
+    # -- beyond futures
+
+    @property
+    def state(self):
+        """The outcome so far, a `TransferState`."""
+        return OUTCOMES[self.outcome]
+
+    @property
+    def nbytes(self):
+        """Bytes that it is to move."""
+        return self.batch.bytes
+
+    def progress(self):
+        """Bytes that have landed so far, as far as the driver can tell."""
+        if self.outcome == ACTIVE and self.flying and self.link is not None and self.link.link != NULL:
+            return self._moved()
+        return self.op.bytes
+
+    cdef uint64_t _moved(self):
+        if self.device is not None:
+            return 0
+        if self.tail != NULL:
+            return self.batch.bytes
+        return self.link.driver.table.progress(self.link.link, &self.op)
+
+    async def at_least(self, nbytes):
+        """Waits until at least `nbytes` bytes have landed, as far as the driver can tell; how many, not which.
+
+        No driver says when, so it is asked: soon at first, then when that many are due at the rate so far.
+
+        :return: bytes that have landed.
+        :raises InvalidArgumentError: if it is no number of bytes in 0..`nbytes` of the transfer.
+        :raises TransferError: if the transfer fails before.
+        :raises CancelledError: if it is cancelled before.
+        """
+        if not isinstance(nbytes, int) or not 0 <= nbytes <= self.batch.bytes:
+            raise errors.InvalidArgumentError(f"nbytes must be in 0..{self.batch.bytes}, the size of it, not {nbytes!r}")
+        cdef double pause = SHORTEST_LOOK
+        cdef int64_t since = hxa_now()  # loops only know what time it was when this pass began
+        cdef uint64_t landed, first
+        self.core._must_be_on_thread()
+        first = self.progress()
+        while self.outcome == ACTIVE:
+            landed = self.progress()
+            if landed >= nbytes:
+                return landed
+            if landed > first:
+                pause = (nbytes - landed) * ((hxa_now() - since) * 1e-9) / (landed - first)
+            else:
+                pause *= 2
+            pause = min(max(pause, SHORTEST_LOOK), LONGEST_LOOK)
+            waiter = self.core._waiter()
+            self.add_done_callback(waiter._wake)
+            timer = self.core.loop.call_later(pause, waiter._wake)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                self.remove_done_callback(waiter._wake)
+        return await self
+
+    def drained(self):
+        """Waits until nothing reads or writes the local memory any more, whatever the outcome was.
+
+        :return: an awaitable; cancelling it only ends the wait.
+        :raises WrongLoopError: on another thread than the loop's.
+        """
+        return self.core._drained_transfers([self])
+
+    def _wake(self, _=None):
+        """Ends a wait that `Core._waiter` began; may be a callback."""
+        if self.outcome == ACTIVE:
+            self._resolve(DONE, None)
+
+    # -- life of the slot
+
+    cdef int _resolve(self, int outcome, object exc) except -1:
+        """The only place where an outcome is set (C4)."""
+        cdef object callback = self.callback, context = self.context, pair
+        cdef Hub core = self.core
+        self.outcome = outcome
+        core.in_flight -= 0 if self.control else 1
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        if outcome != DONE and not self.control:
+            core.n_failed += 1
+        if outcome == FAILED:
+            self.exc = exc
+            if not self.control:
+                self.unretrieved = _Unretrieved(core.loop, repr(self), exc)
+        self.callback = self.context = None
+        callbacks, self.callbacks = self.callbacks, None
+        # Only a task's own wake-up may run at once: other callbacks may rely on call_soon's order.
+        cdef bint direct = core.direct and isinstance(getattr(callback, "__self__", None), Task)
+        if callback is not None and not direct:
+            core.call_soon(callback, self, context=context)
+        for pair in callbacks or ():
+            core.call_soon(pair[0], self, context=pair[1])
+        # Last, for what the task raises (KeyboardInterrupt, SystemExit) passes through here.
+        if direct:
+            core.direct = False  # now one is current; what it cancels or wakes must wait for the loop
+            try:
+                direct = _resume(callback, context, self)
+            finally:
+                core.direct = core.draining
+            if not direct:
+                core.call_soon(callback, self, context=context)
+        return 0
+
+    cdef bint _stop(self) except -1:
+        """Asks the driver to give up, and answers whether it will; what that means for the memory comes with the release."""
+        cdef const hxa_driver *table
+        if self.flying and self.device is None and self.link is not None and self.link.link != NULL:
+            table = self.link.driver.table
+            if table.cancel != NULL:
+                return table.cancel(self.link.link, &self.op)
+        return False
+
+    cdef bint _waits(self) noexcept:
+        """Whether the driver has not come to it yet, for others or a limit: then it is not stalled."""
+        cdef const hxa_driver *table = self.link.driver.table
+        return (self.flying and self.device is None and self.link.link != NULL and table.waits != NULL
+                and table.waits(self.link.link, &self.op))
+
+    cdef bint _abandonable(self) noexcept:
+        """Whether the driver can be made to give the memory back in bounded time, and was not told to yet."""
+        return (self.flying and not self.abandoned and self.device is None and self.link.link != NULL
+                and self.link.driver.table.abandon != NULL)
+
+    def _expire(self, double seconds):
+        """The explicit deadline passed."""
+        self.timer = None
+        self._time_out(f"missed its deadline of {seconds:g} s")
+
+    def _time_out(self, str why):
+        cdef bint stopped = False
+        if self.outcome == ACTIVE:
+            exc = errors.TransferTimeoutError(
+                f"{self!r} {why}; the contents of its target are undefined, await transfer.drained() before reusing memory",
+                peer=self.link.peer if self.link is not None else None,
+            )
+            self._resolve(FAILED, exc)
+            stopped = self._stop()
+        # Who cancels by himself only ends his wait; what runs out of time may cost the link.
+        if not stopped and self._abandonable():
+            self.abandoned = True
+            self.link.driver.table.abandon(self.link.link, &self.op)
+
+    cdef object _failed_row(self):
+        """The number of the copy that failed, as the program listed it, or None."""
+        cdef int64_t index = self.op.failed
+        if type(self.local) is Batch:
+            index = (<Batch>self.local)._row(index)
+        return index if index >= 0 else None
+
+    cdef int _unpin(self) except -1:
+        """Lets go of everything that the flight held; called once, at the release or when submit was refused or done."""
+        cdef Memory memory
+        cdef object local = self.local
+        self.local = None
+        PyBuffer_Release(&self.view)
+        if type(local) is Batch:
+            for memory in (<Batch>local).memories:
+                memory._unpin()
+        elif isinstance(local, LocalMemory):
+            (<Memory>local)._unpin()
+        memory = self.remote
+        if memory is not None:
+            self.remote = None
+            memory._unpin()
+        memory = self.signal
+        if memory is not None:
+            self.signal = None
+            memory._unpin()
+        self.topic = self.note = None
+        return 0
+
+
+cdef bint _resume(object callback, object context, Transfer transfer) except -1:
+    """Runs a task's wake-up now, in its context; False if that context is entered already."""
+    try:
+        PyContext_Enter(context)
+    except RuntimeError:
+        return False
+    try:
+        callback(transfer)
+    finally:
+        PyContext_Exit(context)
+    return True
+
+
+cdef PySendResult _transfer_send(PyObject *me, PyObject *value, PyObject **result) noexcept:
+    cdef Transfer self = <Transfer>me
+    cdef object out
+    if self.outcome == ACTIVE:
+        self._asyncio_future_blocking = True
+        self.cost = 0  # others run meanwhile
+        out = self
+    elif self.outcome == DONE:
+        if self.cost and self.core.credit <= 0:
+            # C8: a bare yield sends the task once around the loop; the next send brings the result.
+            self.core.credit = CREDIT
+            self.cost = 0
+            out = None
+        else:
+            out = self.op.bytes
+            Py_INCREF(out)
+            result[0] = <PyObject *>out
+            return PYGEN_RETURN
+    else:
+        result[0] = NULL
+        if self.outcome == CANCELLED:
+            PyErr_SetObject(CancelledError, self._make_cancelled_error())
+        else:
+            out = self._failure()
+            PyErr_SetObject(type(out), out)
+        return PYGEN_ERROR
+    Py_INCREF(out)
+    result[0] = <PyObject *>out
+    return PYGEN_NEXT
+
+
+hxa_set_am_send(Transfer, _transfer_send)

@@ -1,0 +1,148 @@
+"""Many small copies that leave as few batches."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ..core.batch import Batch
+from ..errors import ClosedError, HixlError
+
+if TYPE_CHECKING:
+    from .._core import Core
+    from ..core.link import Link
+    from ..core.transfer import Transfer
+
+__all__ = ["Coalescer"]
+
+#: Copies of one batch; then it leaves at once.
+MOST = 4096
+
+
+class _Copy(NamedTuple):
+    local: Any
+    remote: Any
+    landed: asyncio.Future[int]
+
+
+class Coalescer:
+    """Collects reads and writes; those of one pass of the loop to one peer leave together, as one batch.
+
+    Between regions and ranges of them, for what is collected has to stay where it is.  Worth it where a transfer costs more
+    than a few microseconds whatever its size: over a network, or a device.  Shared memory copies what is small faster than it
+    could be collected.  Copies have no order among each other, as ever.
+
+    Leaving ``async with engine.coalesce() as few:`` sends what is left, waits until everything that was sent is drained, and
+    raises what failed in an ExceptionGroup.  Without ``async with`` the pass of the loop is what sends it.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._collected: dict[tuple[str, Link], list[_Copy]] = {}
+        self._flying: set[Transfer] = set()  # not drained
+        self._landing: set[asyncio.Future[None]] = set()  # for each batch until its copies have an outcome
+        self._failures: list[Exception] = []
+        self._structured = False
+        self._closed = False
+
+    def read(self, local: Any, remote: Any) -> asyncio.Future[int]:
+        """As ``engine.read`` between regions or ranges of them, a little later."""
+        return self._add("read", local, remote)
+
+    def write(self, local: Any, remote: Any) -> asyncio.Future[int]:
+        """As ``engine.write`` between regions or ranges of them, a little later.
+
+        :return: a future of the number of bytes; what is wrong with the arguments is raised at once.
+        """
+        return self._add("write", local, remote)
+
+    def _add(self, verb: Literal["read", "write"], local: Any, remote: Any) -> asyncio.Future[int]:
+        self._core._must_be_open()
+        if self._closed:
+            raise ClosedError("this coalescer is closed; nothing can be added to it")
+        checked = Batch(verb, [(local, remote)])
+        if not self._collected:
+            self._core.loop.call_soon(self.flush)
+        copies = self._collected.setdefault((verb, checked.link), [])
+        copies.append(_Copy(local, remote, self._core.loop.create_future()))
+        if len(copies) == min(MOST, checked.link.driver.descriptor_limit):
+            self._send(verb, self._collected.pop((verb, checked.link)))
+        return copies[-1].landed
+
+    def flush(self) -> None:
+        """Sends now what was collected."""
+        while self._collected:
+            (verb, _), copies = self._collected.popitem()
+            self._send(verb, copies)
+
+    def _send(self, verb: Any, copies: list[_Copy]) -> None:
+        wanted = [copy for copy in copies if not copy.landed.cancelled()]
+        if not wanted:
+            return
+        try:
+            transfer = self._core.submit(Batch(verb, [(copy.local, copy.remote) for copy in wanted]))
+        except HixlError as error:
+            if len(wanted) == 1 or error.retryable:
+                self._fail(wanted, error)
+            else:  # one of them has become impossible since it was added, which is no fault of the others
+                for copy in wanted:
+                    self._send(verb, [copy])
+            return
+        if transfer.done():
+            self._settle(wanted, transfer)
+            return
+        self._flying.add(transfer)
+        landing = self._core.loop.create_future()
+        self._landing.add(landing)
+        transfer.add_done_callback(lambda transfer: self._landed(wanted, transfer, landing))
+        transfer.drained().add_done_callback(lambda _: self._flying.discard(transfer))
+
+    def _landed(self, copies: list[_Copy], transfer: Transfer, landing: asyncio.Future[None]) -> None:
+        self._settle(copies, transfer)
+        self._landing.discard(landing)
+        landing.set_result(None)
+
+    def _settle(self, copies: list[_Copy], transfer: Transfer) -> None:
+        error = None if transfer.cancelled() else transfer.exception()
+        if isinstance(error, Exception):
+            self._fail(copies, error)
+            return
+        for copy in copies:
+            if copy.landed.done():
+                continue
+            if transfer.cancelled():
+                copy.landed.cancel()
+            else:
+                copy.landed.set_result(len(copy.remote))
+
+    def _fail(self, copies: list[_Copy], error: Exception) -> None:
+        self._failures.append(error)
+        for copy in copies:
+            if not copy.landed.done():
+                copy.landed.set_exception(error)
+                if self._structured:
+                    copy.landed.exception()  # the exit raises it
+
+    async def __aenter__(self) -> Coalescer:
+        self._structured = True
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.flush()
+        self._closed = True
+        for copies in self._collected.values():
+            for copy in copies:
+                copy.landed.cancel()
+        self._collected.clear()
+        if error is not None:
+            for transfer in list(self._flying):
+                transfer.cancel()
+        interruption = await self._core._all_over(list(self._flying))
+        if self._landing:
+            await asyncio.wait(self._landing)
+        if interruption is not None:
+            raise interruption
+        if self._failures and (error is None or isinstance(error, Exception)):
+            failures = [error, *self._failures] if error is not None else self._failures
+            raise ExceptionGroup("copies of a coalescer failed", failures)

@@ -1,0 +1,145 @@
+"""The settings of an engine; the only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InvalidArgumentError
+from ..types import Address
+from .arguments import positive_seconds
+
+__all__ = ["DEFAULT_DRIVERS", "Drivers", "EngineConfig", "parse_address"]
+
+#: What an engine opens when neither ``drivers=`` nor ``HIXL_ASYNC_DRIVERS`` says otherwise.
+DEFAULT_DRIVERS = ("shm",)
+
+#: A list of names, or names with options for each, e.g. ``{"shm": {"threads": 2}}``.
+Drivers = Sequence[str] | Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that an engine is told at its start; immutable afterwards."""
+
+    #: Where to listen, or None for an engine that only dials.
+    address: Address | None
+    #: What peers call this engine; shown in errors and logs.
+    name: str
+    #: Tenant: engines of different domains never connect.
+    domain: str = "default"
+    #: Shared secret; None: only processes of the same user on this host are admitted.
+    secret: bytes | None = field(default=None, repr=False)
+    #: Driver names in order of preference, with the options of each.
+    drivers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {name: {} for name in DEFAULT_DRIVERS})
+    #: Folder for the Unix socket, for containers that share one; None: a name without a file.
+    unix_dir: str | None = None
+    #: Seconds without progress after which a transfer fails.
+    stall: float = 10.0
+    #: Seconds that `connect` may take.
+    connect_timeout: float = 5.0
+    #: Seconds that `aclose` waits for work in flight and for peers to let go.
+    close_timeout: float = 5.0
+    #: Notifications kept per subscription, and for topics that nobody has subscribed to yet.
+    notification_limit: int = 4096
+    #: The most notifications of a peer, and the most completions, taken in one pass of the loop.
+    notify_batch_size: int = 256
+
+    #: The most bytes of transfers in flight together; None: any.
+    max_bytes_in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stall", "connect_timeout", "close_timeout"):
+            positive_seconds(name, getattr(self, name))
+        for name in ("name", "domain"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= 128:
+                raise InvalidArgumentError(f"{name} must be a string of 1 to 128 printable characters, not {value!r}")
+        if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < 8):
+            raise InvalidArgumentError("secret must have at least 8 bytes; use for example secrets.token_bytes(32)")
+        if self.unix_dir is not None and not isinstance(self.unix_dir, str):
+            raise InvalidArgumentError(f"unix_dir must be the path of a folder or None, not {self.unix_dir!r}")
+        for name in ("notification_limit", "notify_batch_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
+                raise InvalidArgumentError(f"{name} must be a number of messages of at least 1, not {value!r}")
+        most = self.max_bytes_in_flight
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or not 1 <= most < 1 << 62):
+            raise InvalidArgumentError(
+                f"max_bytes_in_flight must be a number of bytes of at least 1, or None, not {most!r}"
+            )
+        if not isinstance(self.drivers, Mapping):
+            raise InvalidArgumentError(f"drivers must map names to options, not {self.drivers!r}")
+        if not self.drivers:
+            raise InvalidArgumentError("drivers is empty; name at least one, for example drivers=['shm']")
+        for driver, options in self.drivers.items():
+            if not isinstance(driver, str) or not isinstance(options, Mapping):
+                raise InvalidArgumentError(f"drivers maps names to options, not {driver!r} to {options!r}")
+
+    @classmethod
+    def build(
+        cls,
+        address: str | Address | None,
+        *,
+        name: str | None = None,
+        secret: str | bytes | None = None,
+        drivers: Drivers | None = None,
+        notify_batch_size: int | None = None,
+        **settings: Any,
+    ) -> EngineConfig:
+        """Arguments first, then the environment, then defaults.
+
+        The environment: ``HIXL_ASYNC_SECRET``, ``HIXL_ASYNC_DRIVERS`` (names with commas) and ``HIXL_NOTIFY_BATCH_SIZE``.
+
+        :raises InvalidArgumentError: if a setting is malformed or unknown.
+        """
+        if secret is None:
+            secret = os.environ.get("HIXL_ASYNC_SECRET") or None
+        if drivers is None:
+            listed = os.environ.get("HIXL_ASYNC_DRIVERS", "")
+            drivers = [word.strip() for word in listed.split(",") if word.strip()] or DEFAULT_DRIVERS
+        if not isinstance(drivers, Mapping):
+            drivers = {driver: {} for driver in _names(drivers)}
+        if notify_batch_size is None:
+            text = os.environ.get("HIXL_NOTIFY_BATCH_SIZE", "")
+            try:
+                notify_batch_size = int(text) if text else cls.notify_batch_size
+            except ValueError:
+                raise InvalidArgumentError(f"HIXL_NOTIFY_BATCH_SIZE must be a whole number, not {text!r}") from None
+        unknown = settings.keys() - cls.__dataclass_fields__.keys()
+        if unknown:
+            raise InvalidArgumentError(f"unknown setting {', '.join(sorted(unknown))} of Engine")
+        return cls(
+            address=None if address is None else parse_address(address),
+            name=name if name is not None else f"engine-{os.getpid()}",
+            secret=secret.encode() if isinstance(secret, str) else secret,
+            drivers=drivers,
+            notify_batch_size=notify_batch_size,
+            **settings,
+        )
+
+
+def _names(drivers: Any) -> list[str]:
+    names = None
+    if not isinstance(drivers, str):
+        with suppress(TypeError):  # nothing that can be walked
+            names = list(drivers)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise InvalidArgumentError(f"drivers must be a list of names or a mapping, not {drivers!r}")
+    return names
+
+
+def parse_address(address: str | Address) -> Address:
+    """`Address.parse` with this package's error.
+
+    :raises InvalidArgumentError: if `address` is none.
+    """
+    try:
+        return address if isinstance(address, Address) else Address.parse(address)
+    except (ValueError, AttributeError, TypeError):
+        raise InvalidArgumentError(
+            f"address must look like 'host:port' with a port in 0..65535, not {address!r}"
+        ) from None

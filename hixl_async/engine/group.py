@@ -1,0 +1,96 @@
+"""Structured transfers: `engine.group()` is to transfers what asyncio.TaskGroup is to coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ClosedError
+
+if TYPE_CHECKING:
+    from .._core import Core
+    from ..core.batch import Batch
+    from ..core.transfer import Transfer
+
+__all__ = ["Group"]
+
+
+class Group:
+    """Transfers that begin and end together.
+
+    Leaving ``async with engine.group() as group:`` waits until all of them are drained.  The first failure cancels the
+    rest; all failures are raised together in an ExceptionGroup, as asyncio.TaskGroup does it.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._transfers: list[Transfer] = []
+        self._failed = False
+        self._closed = False
+        self._task: asyncio.Task[Any] | None = None
+        self._interrupting = False
+
+    def read(self, local: Any, remote: Any, **options: Any) -> Transfer:
+        """As ``engine.read``, as a member of this group."""
+        return self._add(self._core.read(local, remote, **self._open(options)))
+
+    def write(self, local: Any, remote: Any, **options: Any) -> Transfer:
+        """As ``engine.write``, as a member of this group."""
+        return self._add(self._core.write(local, remote, **self._open(options)))
+
+    def submit(self, batch: Batch, **options: Any) -> Transfer:
+        """As ``engine.submit``, as a member of this group."""
+        return self._add(self._core.submit(batch, **self._open(options)))
+
+    def _open(self, options: dict[str, Any]) -> dict[str, Any]:
+        if self._closed or self._failed:
+            raise ClosedError("the group is over; no transfer can join it")
+        return options
+
+    def _add(self, transfer: Transfer) -> Transfer:
+        # Those that finished inside the call need no watching, and a failed call raised already.
+        if not transfer.done():
+            self._transfers.append(transfer)
+            transfer.add_done_callback(self._on_done)
+        return transfer
+
+    def _on_done(self, transfer: Transfer) -> None:
+        if not transfer.cancelled() and transfer.exception() is not None and not self._failed:
+            self._failed = True
+            self._cancel_all()
+            # A body that waits for something else would never hear of it; the cancellation is taken back at the exit.
+            if self._task is not None and not self._closed and not self._task.done():
+                self._interrupting = True
+                self._task.cancel()
+
+    def _cancel_all(self) -> None:
+        for transfer in self._transfers:
+            transfer.cancel()
+
+    async def __aenter__(self) -> Group:
+        self._task = asyncio.current_task()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._closed = True
+        if error is not None:
+            self._cancel_all()
+        if self._interrupting and self._task is not None:
+            # Our cancellation, taken back; if that was all, the failures below say why.
+            others = self._task.uncancel()
+            if isinstance(error, asyncio.CancelledError) and not others:
+                error = None
+        interruption = await self._core._all_over(self._transfers)
+        failures = [
+            failure
+            for transfer in self._transfers
+            if transfer.done() and not transfer.cancelled() and (failure := transfer.exception()) is not None
+        ]
+        if interruption is not None:
+            raise interruption
+        if error is not None and not isinstance(error, Exception):
+            return
+        if error is not None:
+            failures.insert(0, error)
+        if failures:
+            raise ExceptionGroup("transfers of a group failed", failures)  # type: ignore[type-var]

@@ -1,0 +1,114 @@
+"""Notifications: topics, bounded queues, and what happens to messages that nobody waits for yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .._core import Core
+from ..errors import InvalidArgumentError
+from .subscription_queue import Feed, Queue
+from .unclaimed import ROOM, Backlog, weigh
+
+if TYPE_CHECKING:
+    from .peer import Peer
+
+__all__ = ["Notification", "Subscription", "Topics"]
+
+#: Topics that are remembered with their queues: so many, of so many bytes at most.
+MOST_REMEMBERED, SHORT = 4096, 256
+
+
+class Notification(NamedTuple):
+    """One message from a peer."""
+
+    #: Who sent it.
+    peer: Peer
+    #: The topic under which it was sent.
+    topic: str
+    #: Its bytes.
+    payload: bytes
+
+
+class Subscription(Feed[Notification]):
+    """The notifications of one topic, from the moment of the call on, in an async iterator.
+
+    Each subscription has its own queue, so none can take another's messages.  The queue is bounded, by number and by
+    bytes: when it is full, the newest message is dropped and counted in `dropped`.
+    """
+
+    def __init__(self, topics: Topics, topic: str | None, queue: Queue[Notification]) -> None:
+        super().__init__(topics.core, queue, lambda queue: topics.forget(topic, queue))
+        #: The topic, or None for all.
+        self.topic = topic
+
+
+class Topics:
+    """All subscriptions of an engine, and a bounded backlog for topics without one.
+
+    A message that arrives before its topic has a subscriber waits in the backlog, so that a consumer which subscribes
+    a moment too late misses nothing.
+    """
+
+    def __init__(self, core: Core, limit: int) -> None:
+        self.core = core
+        self.received = 0
+        self.dropped = 0
+        self._limit = limit
+        self._queues: dict[str | None, list[Queue[Notification]]] = {}
+        self._backlog = Backlog(limit)
+        self._takers: dict[bytes, tuple[str, list[Queue[Notification]]]] = {}
+
+    def subscribe(self, topic: str | None, limit: int | None = None) -> Subscription:
+        """A new subscription, given what the backlog holds for `topic`.
+
+        :raises InvalidArgumentError: if `topic` or `limit` is malformed.
+        """
+        if topic is not None and (not isinstance(topic, str) or not topic):
+            raise InvalidArgumentError(f"topic must be a string that is not empty, or None for all; it is {topic!r}")
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise InvalidArgumentError(f"limit must be a number of messages of at least 1, not {limit!r}")
+        queue: Queue[Notification] = Queue(self._limit if limit is None else limit, ROOM)
+        self._queues.setdefault(topic, []).append(queue)
+        self._takers.clear()
+        for peer, name, payload in self._backlog.take(topic):
+            self.dropped += not queue.put(Notification(peer, name, payload), weigh(name, payload))
+        return Subscription(self, topic, queue)
+
+    def deliver(self, peer: Peer, topic: bytes, payload: bytes) -> None:
+        """One message, to every subscription of its topic, or to the backlog."""
+        name, takers = self._takers.get(topic) or self._find_takers(topic)
+        self.received += 1
+        if not takers:
+            self.dropped += self._backlog.hold(peer, name, payload)
+            return
+        note = Notification(peer, name, payload)
+        weight = weigh(name, payload)
+        for queue in takers:
+            if not queue.put(note, weight):
+                self.dropped += 1
+
+    def _find_takers(self, topic: bytes) -> tuple[str, list[Queue[Notification]]]:
+        """A topic's name and its queues, remembered until somebody subscribes or leaves; topics without a queue are not."""
+        name = topic.decode("utf-8", "replace")
+        takers = [*self._queues.get(name, ()), *self._queues.get(None, ())]
+        if takers and len(topic) <= SHORT and len(self._takers) < MOST_REMEMBERED:  # peers choose the topics
+            self._takers[topic] = name, takers
+        return name, takers
+
+    def forget(self, topic: str | None, queue: Queue[Notification]) -> None:
+        """Undoes `subscribe`."""
+        queues = self._queues.get(topic, [])
+        if queue in queues:
+            queues.remove(queue)
+            self._takers.clear()
+            if not queues:
+                del self._queues[topic]
+
+    def close(self) -> None:
+        """Ends every subscription."""
+        for queues in self._queues.values():
+            for queue in queues:
+                queue.close()
+        self._queues.clear()
+        self._takers.clear()
+        self._backlog.clear()

@@ -1,0 +1,202 @@
+"""The peers of an engine: dialled or admitted, at best one connection to each, known until nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..control import Connection, dial
+from ..errors import ClosedError, ConnectError, HixlError, PeerLostError
+from ..types import Address, PeerState
+from .peer import Peer
+from .region import Region
+from .subscription_queue import Feed, Queue
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Peers"]
+
+logger = logging.getLogger("hixl_async")
+
+#: Accepted peers that wait in one feed; more of them than a machine has descriptors for.
+ACCEPTED_LIMIT = 1 << 16
+
+
+class Peers:
+    """All peers of an engine: those that are up, those that are coming up, and those that may still hold memory of ours.
+
+    What a peer says about itself does not make it somebody: `connect` finds it again by the address that we dialled, or
+    because the process at the other end is the same.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._peers: dict[int, Peer] = {}
+        self._cookies = itertools.count(1)
+        # One dial at a time to each address; a lock lives as long as somebody holds it or waits for it.
+        self._locks: weakref.WeakValueDictionary[Address, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._dialling: set[asyncio.Task[Connection]] = set()
+        self._acceptors: list[Queue[Peer]] = []
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(tuple(self._peers.values()))
+
+    def __getitem__(self, cookie: int) -> Peer | None:
+        return self._peers.get(cookie)
+
+    @property
+    def up(self) -> tuple[Peer, ...]:
+        """Those that are up."""
+        return tuple(peer for peer in self._peers.values() if peer.state is PeerState.UP)
+
+    def others(self, peer: Peer) -> list[Peer]:
+        """Other connections with the same engine."""
+        return [other for other in self if other is not peer and other._is_of(peer._connection)]
+
+    def attach(self, peer: Peer) -> int:
+        """A new peer; answers the number by which drivers know it."""
+        cookie = next(self._cookies)
+        self._peers[cookie] = peer
+        return cookie
+
+    def detach(self, peer: Peer) -> None:
+        """Nothing of it is left."""
+        self._peers.pop(peer._cookie, None)
+
+    # -- dialling
+
+    async def connect(self, where: Address, seconds: float) -> Peer:
+        """See `Engine.connect`."""
+        until = self._engine.loop.time() + seconds
+        lock = self._locks.setdefault(where, asyncio.Lock())
+        try:
+            async with asyncio.timeout_at(until):
+                await lock.acquire()
+        except TimeoutError:
+            raise ConnectError(f"{where}: another dial to it is under way, without success in {seconds:g} s") from None
+        try:
+            known = (peer for peer in self.up if where in peer._dialled_at and peer._check_alive())
+            return next(known, None) or await self._connect(where, until)
+        finally:
+            lock.release()
+
+    async def _connect(self, where: Address, until: float) -> Peer:
+        connection = await self._dial(where, until)
+        for known in self.up:
+            # It goes by another address too, or it dialled us.
+            if known._is_of(connection) and known._check_alive():
+                known._dialled_at.add(where)
+                await connection.aclose()
+                return known
+        peer = self._new(connection)
+        peer._dialled_at.add(where)
+        try:
+            return await self._bring_up(peer, until)
+        except PeerLostError as error:
+            raise ConnectError(f"{where}: {error}", peer=peer.name) from error
+
+    async def _dial(self, where: Address, until: float) -> Connection:
+        engine = self._engine
+        engine._must_be_open()
+        # A task of the engine's own, so that `aclose` can end it.
+        dialling: asyncio.Task[Connection] = engine._spawn(
+            dial(
+                where,
+                engine._identity(),
+                secret=engine.config.secret,
+                unix_dir=engine.config.unix_dir,
+                timeout=max(0, round(until - engine.loop.time(), 2)),  # it is shown to people
+            )
+        )
+        self._dialling.add(dialling)
+        dialling.add_done_callback(self._dialling.discard)
+        try:
+            await asyncio.wait([dialling])
+        except asyncio.CancelledError:
+            dialling.cancel()
+            dialling.add_done_callback(_drop)
+            raise
+        if dialling.cancelled() or engine.closed:
+            _drop(dialling)
+            raise ClosedError("the engine was closed while it connected")
+        return dialling.result()
+
+    def _new(self, connection: Connection) -> Peer:
+        return Peer(self._engine, connection, self._engine.config.close_timeout)
+
+    async def _bring_up(self, peer: Peer, until: float) -> Peer:
+        try:
+            async with asyncio.timeout_at(until):
+                await peer._establish((until - self._engine.loop.time()) / 2)
+        except HixlError as error:
+            peer._lose(error)
+            raise
+        except TimeoutError:
+            late = PeerLostError(f"peer {peer.name!r} did not complete the connection in time", peer=peer.name)
+            peer._lose(late)
+            raise late from None
+        except BaseException:
+            peer._lose(PeerLostError(f"the connection to {peer.name!r} was given up", peer=peer.name))
+            raise
+        return peer
+
+    # -- admitting
+
+    def accept(self, connection: Connection) -> None:
+        """Somebody has dialled, and proved itself."""
+        if self._engine.closed:
+            connection.abandon()
+        else:
+            self._engine._spawn(self._admit(self._new(connection)))
+
+    async def _admit(self, peer: Peer) -> None:
+        engine = self._engine
+        try:
+            await self._bring_up(peer, engine.loop.time() + engine.config.connect_timeout)
+        except HixlError as error:
+            logger.info("%r: peer %r was not admitted: %s", engine, peer.name, error)
+        else:
+            for queue in self._acceptors:
+                queue.put(peer)
+
+    def accepted(self) -> Feed[Peer]:
+        """See `Engine.accepted`."""
+        queue: Queue[Peer] = Queue(ACCEPTED_LIMIT, 0)
+        self._acceptors.append(queue)
+        return Feed(self._engine, queue, self._acceptors.remove)
+
+    # -- the end
+
+    def close(self) -> list[asyncio.Task[None]]:
+        """Ends the dials and begins to leave all peers; answers what to wait for."""
+        for dialling in self._dialling:
+            dialling.cancel()
+        return [peer._close() for peer in self]
+
+    def give_up(self) -> Iterator[tuple[Peer, Region]]:
+        """Lets go of those that are still there, and answers what is leaked; see `Peer._give_up`."""
+        for queue in self._acceptors:
+            queue.close()
+        self._acceptors.clear()
+        for peer in self:
+            for region in peer._give_up():
+                yield peer, region
+
+    def abandon(self) -> None:
+        """In a child of fork(): closes the child's copies of descriptors, nothing more."""
+        for peer in self:
+            peer._abandon()
+
+
+def _drop(dialling: asyncio.Task[Connection]) -> None:
+    """Nobody takes the connection any more."""
+    if not dialling.cancelled() and dialling.exception() is None:
+        dialling.result().abandon()

@@ -1,0 +1,217 @@
+"""Regions: memory of ours that peers may use, memory of theirs that we may use, and the address of whatever has one."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ..core.memory import LocalMemory, RemoteMemory
+from ..errors import BufferTypeError, ClosedError, DriverError, InvalidArgumentError
+from ..types import Access, AccessLike
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+__all__ = ["MAX_NAME", "Operand", "Region", "RemoteRegion", "operand", "parse_access"]
+
+#: Bytes of a region's name.
+MAX_NAME = 256
+
+
+def parse_access(value: AccessLike) -> Access:
+    """`Access.parse` with this package's error.
+
+    :raises InvalidArgumentError: if `value` is no access word.
+    """
+    try:
+        return Access.parse(value)
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from None
+
+
+class RegionOwner(Protocol):
+    """What a region needs of its engine."""
+
+    def _revoke(self, region: Region) -> None: ...
+
+    async def _withdraw(self, region: Region) -> None: ...
+
+
+class Region(LocalMemory):
+    """Memory of this process under a name, which peers may read or write as far as its access goes.
+
+    Slice it to name a range of bytes: ``region[0:4096]``.  It offers the buffer protocol: ``memoryview(region)``,
+    ``numpy.frombuffer(region, "float32")``; views keep the memory mapped, also after `aclose`.
+    """
+
+    #: The name by which peers ask for it.
+    name: str
+    #: The most that any peer can be given.
+    access: Access
+    #: True if the memory is somebody else's, who may use it for other things once we let go of it.
+    borrowed: bool
+    #: Its number in control messages; a closed region's number is never used again.
+    number: int
+    #: For drivers whose transport registers memory in its own time: why it did not, or None once it has.
+    registrations: dict[str, asyncio.Future[DriverError | None]]
+
+    def __init__(
+        self,
+        engine: RegionOwner,
+        name: str,
+        access: Access,
+        grant: Callable[[Any], AccessLike] | None = None,
+        *,
+        borrowed: bool = False,
+    ) -> None:
+        self.name = name
+        self.access = access
+        self.borrowed = borrowed
+        self.registrations = {}
+        self._engine = engine
+        self._grant = grant
+
+    def __repr__(self) -> str:
+        return f"<Region {self.name!r} {self.size} bytes, access={self.access}{'' if self.alive else ', closed'}>"
+
+    def access_for(self, peer: Any) -> Access:
+        """What `peer` is given: `access`, narrowed by the ``grant=`` function; nothing if that fails."""
+        if self._grant is None:
+            return self.access
+        try:
+            return self.access & parse_access(self._grant(peer))
+        except Exception as error:
+            peer._loop.call_exception_handler(
+                {"message": f"grant= of {self!r} failed; {peer!r} is given nothing", "exception": error}
+            )
+            return Access.NONE
+
+    async def ready(self) -> None:
+        """Waits until all drivers have the memory registered; peers and transfers wait by themselves.
+
+        :raises DriverError: if a driver's transport cannot register it, so that it cannot be used over that driver.
+        :raises ClosedError: if the engine is closed meanwhile.
+        """
+        for registration in self.registrations.values():
+            await asyncio.wait([registration])
+            if registration.cancelled():
+                raise ClosedError(f"the engine was closed before {self!r} was ready")
+            if (failure := registration.result()) is not None:
+                raise DriverError(str(failure), native=failure.native)
+
+    def numpy(self, dtype: Any = "uint8", shape: tuple[int, ...] | None = None) -> numpy.ndarray[Any, Any]:
+        """The memory as a numpy array, without a copy.
+
+        :param dtype: any numpy dtype.
+        :param shape: shape of the array; default: one dimension.
+        """
+        import numpy
+
+        array: numpy.ndarray[Any, Any] = numpy.frombuffer(memoryview(self), dtype)
+        return array if shape is None else array.reshape(shape)
+
+    def torch(self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """The memory as a torch tensor on the CPU, without a copy.
+
+        :param dtype: a torch dtype; default ``torch.uint8``.
+        :param shape: shape of the tensor; default: one dimension.
+        """
+        import torch
+
+        tensor = torch.frombuffer(self, dtype=dtype or torch.uint8)
+        return tensor if shape is None else tensor.reshape(shape)
+
+    def revoke(self) -> None:
+        """Withdraws the region without waiting for anybody: no new work may use it, and its name is free.  Idempotent.
+
+        The memory stays pinned while work in flight or a peer still uses it; `aclose` waits for them a while, `released()`
+        for as long as it takes.
+        """
+        self._engine._revoke(self)
+
+    async def aclose(self) -> None:
+        """Withdraws the region: no new work at once, then waits for ours and for the peers that use it.  Idempotent.
+
+        What is not over within the engine's ``close_timeout`` keeps the memory pinned, a silent peer until its death is
+        confirmed; the call returns all the same, and ``await region.released()`` tells when a registered buffer may be
+        used for other things.  A transport that cannot forget memory while it has links keeps it pinned
+        beyond that, although nobody can use it any more; ``engine.stats().regions`` counts it until then.
+        """
+        await self._engine._withdraw(self)
+
+    async def __aenter__(self) -> Region:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+
+class RemoteRegion(RemoteMemory):
+    """A peer's region, usable from here; slice it to name a range of bytes."""
+
+    #: The name that the peer gave it.
+    name: str
+    #: What the peer grants us.
+    access: Access
+
+    def __init__(self, name: str, access: Access) -> None:
+        self.name = name
+        self.access = access
+
+    def __repr__(self) -> str:
+        owner = f" of {self.link.peer!r}" if self.link is not None else ""
+        closed = "" if self.alive else ", closed"
+        return f"<RemoteRegion {self.name!r}{owner} {self.size} bytes, access={self.access}{closed}>"
+
+
+class Operand(NamedTuple):
+    """Where an object's memory lies."""
+
+    address: int
+    #: Bytes.
+    size: int
+    #: Keeps the memory alive.
+    owner: object
+    #: On a device: the address means nothing to the CPU.
+    device: bool
+
+
+def operand(obj: Any, writable: bool) -> Operand:
+    """Address and size of an object without the buffer protocol: a tensor, or anything numpy can adopt by DLPack.
+
+    torch and numpy are used only where the caller's process has imported them already.  A tensor may be on the CPU, or on
+    the device that torch_npu, or whatever else took torch's place for private devices, brought.
+
+    :raises BufferTypeError: if `obj` has no contiguous memory that a driver can use, or is not writable and must be.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(obj, torch.Tensor):
+        device = obj.device.type
+        if device not in ("cpu", "cuda", "npu", torch._C._get_privateuse1_backend_name()):
+            raise BufferTypeError(f"a tensor on {obj.device} cannot be used by any driver; copy it to the CPU first")
+        if not obj.is_contiguous():
+            raise BufferTypeError("the tensor is not contiguous; pass tensor.contiguous()")
+        if obj.is_conj() or obj.is_neg():
+            raise BufferTypeError(
+                "the tensor's values are not what its memory holds; pass tensor.resolve_conj().resolve_neg()"
+            )
+        # A second tensor on the same storage: the caller's may be given another one (``tensor.data = ...``).
+        return Operand(obj.data_ptr(), obj.numel() * obj.element_size(), obj.detach(), device != "cpu")
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(obj, "__dlpack__"):
+        try:
+            array = numpy.from_dlpack(obj)
+        except (TypeError, ValueError, RuntimeError, BufferError) as error:
+            raise BufferTypeError(f"{type(obj).__name__} cannot be used by DLPack: {error}") from error
+        if not array.flags.c_contiguous:
+            raise BufferTypeError(f"{type(obj).__name__} is not contiguous")
+        if writable and not array.flags.writeable:
+            raise BufferTypeError(f"{type(obj).__name__} is read-only; it cannot be read into")
+        return Operand(array.ctypes.data, array.nbytes, array, False)
+    raise BufferTypeError(
+        f"local must be a region's range or a contiguous buffer (bytes, memoryview, numpy array, CPU tensor), "
+        f"not {type(obj).__name__}"
+    )

@@ -1,0 +1,212 @@
+"""Requests between two engines: ours that wait for their answer, and theirs that our handlers work on.
+
+::
+
+    call     asks the handler of a service         post     the same without an answer
+    answer   what it said                          failure  why there is none
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import errors
+from ..errors import BusyError, HixlError, InvalidArgumentError, ProtocolError, TransferTimeoutError
+from .messages import Incoming
+
+if TYPE_CHECKING:
+    from .peer import Peer
+
+__all__ = ["MAX_HANDLERS", "Calls", "Handler"]
+
+logger = logging.getLogger("hixl_async")
+
+#: What `serve` takes: gets the peer and the request's body, gives the answer's body.
+Handler = Callable[["Peer", dict[str, Any]], "dict[str, Any] | Awaitable[dict[str, Any] | None] | None"]
+
+#: Requests of one peer that may be in our handlers at the same time; so many of ours wait for answers, the others for their
+#: turn.  Answers cannot wait for room as requests do, and all that may come together fit into the connection's queue.
+MAX_HANDLERS = 256
+
+
+class _Waiting(NamedTuple):
+    kind: str
+    reply: asyncio.Future[Incoming]
+
+
+class Calls:
+    """The requests of one connection, in both directions."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._loop = peer._host.loop
+        self._waiting: dict[int, _Waiting] = {}
+        self._next = 1
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._turns = asyncio.Semaphore(MAX_HANDLERS)
+
+    # -- ours
+
+    async def request(self, service: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """See `Peer.request`."""
+        _check(service, body)
+        try:
+            async with asyncio.timeout(timeout), self._turns:
+                reply = await self.ask("call", {"service": service, "body": body}, answer="answer")
+        except TimeoutError as error:
+            if isinstance(error, HixlError):
+                raise
+            raise TransferTimeoutError(
+                f"peer {self._peer.name!r} did not answer {service!r} within {timeout:g} s", peer=self._peer.name
+            ) from None
+        return reply.object("body")
+
+    def post(self, service: str, body: dict[str, Any]) -> None:
+        """See `Peer.post`."""
+        _check(service, body)
+        if self._peer._connection.crowded:
+            raise BusyError(
+                f"too many messages wait to be sent to {self._peer.name!r}; await a request now and then",
+                peer=self._peer.name,
+            )
+        self._send_ours("post", {"service": service, "body": body})
+
+    async def ask(self, kind: str, body: dict[str, Any], *, answer: str) -> Incoming:
+        """Sends a message with a number and waits for the one of kind `answer` with the same number.
+
+        :return: the answer; its descriptors are the caller's.
+        :raises HixlError: what the peer says went wrong there.
+        :raises PeerLostError: if the peer went away.
+        :raises InvalidArgumentError: if `body` cannot be sent.
+        """
+        await self._peer._connection.room()
+        self._peer._must_be_up()
+        number, self._next = self._next, self._next + 1
+        waiting = self._waiting[number] = _Waiting(answer, self._loop.create_future())
+        try:
+            self._send_ours(kind, {"call": number, **body})
+            return await waiting.reply
+        except BaseException:
+            if waiting.reply.done() and not waiting.reply.cancelled() and waiting.reply.exception() is None:
+                waiting.reply.result().drop()  # it came, but nobody takes it any more
+            raise
+        finally:
+            del self._waiting[number]
+
+    def _send_ours(self, kind: str, body: dict[str, Any]) -> None:
+        try:
+            self._peer._send(kind, body)
+        except ProtocolError as error:
+            raise InvalidArgumentError(f"the request cannot be sent: {error}") from None
+
+    def on_answer(self, message: Incoming) -> None:
+        """An answer came."""
+        waiting = self._waiting.get(message.number("call"))
+        if waiting is None or waiting.reply.done():
+            return  # too late
+        if waiting.kind != message.kind:
+            raise ProtocolError(
+                f"peer {self._peer.name!r} answered with a {message.kind!r} where a {waiting.kind!r} was asked for"
+            )
+        waiting.reply.set_result(message.kept())
+
+    def on_failure(self, message: Incoming) -> None:
+        """A failure came instead."""
+        waiting = self._waiting.get(message.number("call"))
+        if waiting is not None and not waiting.reply.done():
+            kind = getattr(errors, message.text("error"), None)
+            if not (isinstance(kind, type) and issubclass(kind, HixlError)):
+                kind = HixlError
+            waiting.reply.set_exception(kind(message.text("message"), peer=self._peer.name))
+
+    def lose(self, error: Callable[[], HixlError]) -> None:
+        """Nothing will be answered any more, here or there."""
+        for waiting in self._waiting.values():
+            if not waiting.reply.done():
+                waiting.reply.set_exception(error())
+        for task in self._handlers:
+            task.cancel()
+
+    # -- theirs
+
+    def on_call(self, message: Incoming) -> None:
+        """The peer calls a service."""
+        self._serve(message.number("call"), message)
+
+    def on_post(self, message: Incoming) -> None:
+        """The same; it wants no answer."""
+        self._serve(None, message)
+
+    def _serve(self, call: int | None, message: Incoming) -> None:
+        service, request = message.text("service"), message.object("body")
+        handler = self._peer._host._handler(service)
+        if handler is None:
+            self.fail(call, InvalidArgumentError(f"nobody serves {service!r}"))
+            return
+        try:
+            answer = handler(self._peer, request)
+        except HixlError as error:
+            self.fail(call, error)
+        except Exception as error:
+            self._broken_handler(call, service, error)
+        else:
+            if inspect.isawaitable(answer):
+                self._serve_later(call, service, answer)
+            else:
+                self._reply(call, service, answer)
+
+    def _serve_later(self, call: int | None, service: str, answer: Awaitable[dict[str, Any] | None]) -> None:
+        if len(self._handlers) >= MAX_HANDLERS:
+            if inspect.iscoroutine(answer):
+                answer.close()
+            error = BusyError(f"{MAX_HANDLERS} requests of this peer are being handled already")
+            logger.warning("peer %r: a request to %r is dropped: %s", self._peer.name, service, error)
+            self.fail(call, error)
+            return
+        task = self._peer._host._spawn(self._finish(call, service, answer))
+        self._handlers.add(task)
+        task.add_done_callback(self._handlers.discard)
+
+    async def _finish(self, call: int | None, service: str, answer: Awaitable[dict[str, Any] | None]) -> None:
+        try:
+            body = await answer
+        except asyncio.CancelledError:
+            self.fail(call, HixlError(f"the handler of {service!r} was cancelled at the peer"))
+            raise
+        except HixlError as error:
+            self.fail(call, error)
+        except Exception as error:
+            self._broken_handler(call, service, error)
+        else:
+            self._reply(call, service, body)
+
+    def _reply(self, call: int | None, service: str, body: dict[str, Any] | None) -> None:
+        if call is None:
+            return
+        try:
+            if not isinstance(body, dict | None):
+                raise TypeError(f"a handler must answer with a dict or None, not {type(body).__name__}")
+            self._peer._tell("answer", {"call": call, "body": body or {}})
+        except (ProtocolError, TypeError) as error:
+            self._broken_handler(call, service, error)
+
+    def fail(self, call: int | None, error: HixlError) -> None:
+        """Tells the peer why its request has no answer."""
+        if call is not None:
+            text = str(error).encode(errors="replace")[:2000].decode(errors="ignore")
+            self._peer._tell("failure", {"call": call, "error": type(error).__name__, "message": text})
+
+    def _broken_handler(self, call: int | None, service: str, error: Exception) -> None:
+        self._loop.call_exception_handler({"message": f"the handler of {service!r} failed", "exception": error})
+        self.fail(call, HixlError(f"the handler of {service!r} failed at the peer"))
+
+
+def _check(service: object, body: object) -> None:
+    if not isinstance(service, str) or not service:
+        raise InvalidArgumentError(f"service must be a string that is not empty, not {service!r}")
+    if not isinstance(body, dict):
+        raise InvalidArgumentError(f"body must be a dict that JSON can carry, not {type(body).__name__}")

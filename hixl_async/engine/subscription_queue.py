@@ -1,0 +1,143 @@
+"""Bounded queues that are read with ``async for``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Self, TypeVar
+
+from .._core import Core
+from ..core.transfer import Transfer
+from ..errors import ClosedError
+
+__all__ = ["Feed", "Queue"]
+
+T = TypeVar("T")
+
+
+class Queue(Generic[T]):
+    """The writing end of a `Feed`.
+
+    Whoever fills it refers to this end only, so that a feed that its reader has dropped, say by a ``break``, goes away.
+    """
+
+    __slots__ = ("_entries", "_room", "_weight", "closed", "dropped", "limit", "waiter")
+
+    def __init__(self, limit: int, room: int) -> None:
+        """
+        :param limit: the most items.
+        :param room: the most that their weights may add up to; one item always fits.
+        """
+        self.limit = limit
+        self.dropped = 0
+        self.closed = False
+        self.waiter: Transfer | None = None
+        self._room = room
+        self._weight = 0
+        self._entries: deque[tuple[T, int]] = deque()  # with their weights
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, item: T, weight: int = 0) -> bool:
+        """Adds an item; False, and it is counted in `dropped`, if there is no room for it."""
+        entries = self._entries
+        if entries and (len(entries) >= self.limit or self._weight + weight > self._room):
+            self.dropped += 1
+            return False
+        entries.append((item, weight))
+        self._weight += weight
+        if self.waiter is not None:
+            self.waiter._wake()
+        return True
+
+    def take(self) -> T:
+        """The oldest item.
+
+        :raises IndexError: if there is none.
+        """
+        item, weight = self._entries.popleft()
+        self._weight -= weight
+        return item
+
+    def close(self) -> None:
+        """Lets the reader end after what it still holds.  Idempotent."""
+        self.closed = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Wakes the reader."""
+        if self.waiter is not None:
+            self.waiter._wake()
+
+
+class Feed(Generic[T]):
+    """An async iterator over what arrives from the moment of the call on.
+
+    It ends when it is closed, when the engine closes, or when nobody refers to it any more.
+    """
+
+    def __init__(self, core: Core, queue: Queue[T], forget: Callable[[Queue[T]], None]) -> None:
+        """
+        :param forget: called once, when it ends: `queue` need not be filled any more.
+        """
+        self._core = core
+        self._queue = queue
+        self._forget = forget
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def dropped(self) -> int:
+        """Items that were dropped because the queue was full."""
+        return self._queue.dropped
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        queue = self._queue
+        if queue._entries and (pause := self._core._breathe()) is not None:
+            await pause
+        while not queue._entries:
+            if queue.closed:
+                raise StopAsyncIteration
+            if queue.waiter is not None and not queue.waiter.done():
+                raise ClosedError(f"two tasks wait on one {type(self).__name__}; make one for each")
+            queue.waiter = self._core._waiter()
+            await queue.waiter
+        return queue.take()
+
+    async def get(self) -> T:
+        """The next item.
+
+        :raises ClosedError: if it was closed, or the engine was.
+        """
+        try:
+            return await self.__anext__()
+        except StopAsyncIteration:
+            raise ClosedError(f"this {type(self).__name__} is closed") from None
+
+    def get_nowait(self) -> T | None:
+        """The next item if one is here already, else None."""
+        return self._queue.take() if self._queue else None
+
+    def close(self) -> None:
+        """Ends it; the iterator stops after what it holds.  Idempotent."""
+        if not self._queue.closed:
+            self._queue.close()
+            self._forget(self._queue)
+
+    async def aclose(self) -> None:
+        """As `close`, for ``async with`` and ``contextlib.aclosing``."""
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
