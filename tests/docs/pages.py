@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 _BLOCKS = re.compile(
     r"""
     ^<!--\ run\n (?P<hidden>.*?) ^-->$
-    | ^(?P<only><!--\ compile\ only\ -->\n+)?
+    | ^(?P<only>[ ]*<!--\ compile\ only\ -->\n+)?
       (?P<indent>[ ]*)```(?P<language>\w*)(?:\ title="(?P<title>[^"\n]*)")?[^\n]*\n
       (?P<code>.*?)
       ^(?P=indent)```$
