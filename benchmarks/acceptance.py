@@ -234,7 +234,7 @@ class Run:
             began = time.perf_counter()
             try:
                 while time.perf_counter() - began < 60:
-                    await self.engine.write(region[:SMALL], remote[:SMALL], deadline=30)
+                    await self.engine.write(region[:SMALL], remote[:SMALL], timeout=30)
             except HixlError:
                 self.facts["loss_noticed_ms"] = round((time.perf_counter() - began) * 1e3, 1)
             else:

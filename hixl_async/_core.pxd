@@ -12,12 +12,12 @@ cdef class Core(Flights):
     cdef int _place(self, LocalMemory memory, Driver driver) except -1
     cdef int _own(self, LocalMemory memory, char *address, uint64_t size, uint32_t rights) except -1
     cdef Transfer _single(self, uint32_t verb, object local, object remote, object notify, object signal,
-                          object deadline, object priority)
-    cdef Transfer _submit(self, Batch batch, object notify, object signal, object deadline, object priority)
+                          object timeout, object priority)
+    cdef Transfer _submit(self, Batch batch, object notify, object signal, object timeout, object priority)
     cdef int _pin_slice(self, Transfer transfer, Slice left, uint32_t verb, Link link) except -1
     cdef uint64_t _pin_buffer(self, Transfer transfer, object local, uint32_t verb, Link link) except? <uint64_t>-1
     cdef int _find_place(self, Transfer transfer, object local, uint64_t size, Driver driver, bint device) except -1
     cdef int _attach_note(self, Transfer transfer, Driver driver, object notify) except -1
     cdef int _attach_signal(self, Transfer transfer, Driver driver, object signal) except -1
-    cdef int _launch(self, Transfer transfer, object notify, object signal, object deadline, object priority) except -1
-    cdef int _fly_on_device(self, Transfer transfer, object deadline) except -1
+    cdef int _launch(self, Transfer transfer, object notify, object signal, object timeout, object priority) except -1
+    cdef int _fly_on_device(self, Transfer transfer, object timeout) except -1

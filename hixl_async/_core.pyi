@@ -28,7 +28,7 @@ class Core(Flights):
         *,
         notify: _Note | None = None,
         signal: _Signal | None = None,
-        deadline: float | None = None,
+        timeout: float | None = None,
         priority: Priority | None = None,
     ) -> Transfer: ...
     def read(
@@ -38,7 +38,7 @@ class Core(Flights):
         *,
         notify: _Note | None = None,
         signal: _Signal | None = None,
-        deadline: float | None = None,
+        timeout: float | None = None,
         priority: Priority | None = None,
     ) -> Transfer: ...
     def submit(
@@ -47,7 +47,7 @@ class Core(Flights):
         *,
         notify: _Note | None = None,
         signal: _Signal | None = None,
-        deadline: float | None = None,
+        timeout: float | None = None,
         priority: Priority | None = None,
     ) -> Transfer: ...
     def drained(self, buffer: _Local | Memory) -> asyncio.Future[None]: ...
@@ -60,4 +60,4 @@ class Core(Flights):
     def _register(self, memory: LocalMemory, driver: Driver) -> bool: ...
     # address, bytes, owner, on a device
     def _address_of(self, local: object, writable: bool) -> tuple[int, int, object, bool]: ...
-    def _post_note(self, link: Link, notify: _Note, deadline: float | None = None) -> Transfer: ...
+    def _post_note(self, link: Link, notify: _Note, timeout: float | None = None) -> Transfer: ...

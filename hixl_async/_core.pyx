@@ -32,7 +32,7 @@ from libc.math cimport INFINITY
 
 from .core.batch cimport Batch
 from .core.in_flight cimport Flights
-from .core.link cimport Driver, Link, driver_error
+from .core.link cimport Driver, Link, refusal
 from .core.memory cimport (
     LocalMemory, Memory, Places, RemoteMemory, Slice, check_access, check_contents, check_reach, raise_gone, whole,
 )
@@ -59,7 +59,7 @@ cdef class Core(Flights):
         cdef int answer = driver.table.mem_alloc(driver.instance, size, rights, &memory.mems[driver.index], &address)
         if answer:
             memory.mems[driver.index] = NULL
-            raise driver_error(driver, -answer, 0, f"allocation of {size} bytes", None)
+            raise refusal(driver, -answer, 0, f"allocation of {size} bytes", None)
         memory.allocator = driver.index + 1
         self._own(memory, <char *>address, size, rights)
         self._place(memory, driver)
@@ -104,7 +104,7 @@ cdef class Core(Flights):
             memory.mems[driver.index] = NULL
             if answer == -HXA_E_UNSUPPORTED:
                 return False
-            raise driver_error(driver, -answer, 0, f"registration of {memory.size} bytes", None)
+            raise refusal(driver, -answer, 0, f"registration of {memory.size} bytes", None)
         self._place(memory, driver)
         return True
 
@@ -117,34 +117,34 @@ cdef class Core(Flights):
 
     # -- work
 
-    def write(self, local, remote, *, notify=None, signal=None, deadline=None, priority=None):
+    def write(self, local, remote, *, notify=None, signal=None, timeout=None, priority=None):
         """Copies `local` into the peer's memory; done means that the bytes are there.
 
         :param local: a range of a local region, or any contiguous buffer (bytes, numpy, memoryview, CPU tensor).
         :param remote: a range of a remote region, of the same length.
         :param notify: ``(topic, payload)``: one notification to the peer after the data; str and bytes.
         :param signal: ``(remote range of 8 bytes, value)``: one 64-bit word stored after the data.
-        :param deadline: seconds from now in which it must finish, progress or not; default: no limit but the stall check.
+        :param timeout: seconds from now within which it must finish, progress or not; default: no limit but the stall check.
         :param priority: ``"low"``, ``"normal"`` or ``"high"``.
         :return: a `Transfer`, already started.
         :raises RangeError: if a range is empty, outside of its region, or the lengths differ.
         :raises AccessError: if the region does not grant writing.
         :raises BufferTypeError: if `local` has no contiguous memory, or holds references to Python objects.
-        :raises PeerLostError: if the peer is gone.
+        :raises PeerDownError: if the peer is down.
         :raises StaleRegionError: if the remote region was closed.
         :raises BusyError: if a bounded queue of the driver is full.
         """
-        return self._single(HXA_WRITE, local, remote, notify, signal, deadline, priority)
+        return self._single(HXA_WRITE, local, remote, notify, signal, timeout, priority)
 
-    def read(self, local, remote, *, notify=None, signal=None, deadline=None, priority=None):
+    def read(self, local, remote, *, notify=None, signal=None, timeout=None, priority=None):
         """Copies from the peer's memory into `local`; done means that the bytes are here.
 
         Parameters and errors as for `write`; `local` must be writable.
         """
-        return self._single(HXA_READ, local, remote, notify, signal, deadline, priority)
+        return self._single(HXA_READ, local, remote, notify, signal, timeout, priority)
 
     cdef Transfer _single(self, uint32_t verb, object local, object remote, object notify, object signal,
-                          object deadline, object priority):
+                          object timeout, object priority):
         cdef Transfer transfer
         cdef Slice left, right
         cdef RemoteMemory target
@@ -192,7 +192,7 @@ cdef class Core(Flights):
         transfer.batch.n = 1
         transfer.batch.desc = &transfer.desc
         transfer.batch.bytes = length
-        self._launch(transfer, notify, signal, deadline, priority)
+        self._launch(transfer, notify, signal, timeout, priority)
         return transfer
 
     cdef int _pin_slice(self, Transfer transfer, Slice left, uint32_t verb, Link link) except -1:
@@ -261,7 +261,7 @@ cdef class Core(Flights):
         """``(address, bytes, owner, on a device)`` of an object without the buffer protocol; `Engine` knows more kinds."""
         raise errors.BufferTypeError(f"local must be a region's range or a contiguous buffer, not {type(local).__name__}")
 
-    def submit(self, batch, *, notify=None, signal=None, deadline=None, priority=None):
+    def submit(self, batch, *, notify=None, signal=None, timeout=None, priority=None):
         """Starts a prepared batch; parameters and errors as for `write`.
 
         :return: a `Transfer`, already started; its result is the sum of the lengths.
@@ -269,9 +269,9 @@ cdef class Core(Flights):
         self._check()
         if type(batch) is not Batch:
             raise errors.InvalidArgumentError(f"batch must be a hixl_async.Batch, not {type(batch).__name__}")
-        return self._submit(batch, notify, signal, deadline, priority)
+        return self._submit(batch, notify, signal, timeout, priority)
 
-    cdef Transfer _submit(self, Batch batch, object notify, object signal, object deadline, object priority):
+    cdef Transfer _submit(self, Batch batch, object notify, object signal, object timeout, object priority):
         cdef Transfer transfer
         cdef Memory memory
         if batch.link.driver.core is not self:
@@ -289,22 +289,22 @@ cdef class Core(Flights):
         transfer.batch.n = batch.count
         transfer.batch.desc = batch.desc
         transfer.batch.bytes = batch.nbytes
-        self._launch(transfer, notify, signal, deadline, priority)
+        self._launch(transfer, notify, signal, timeout, priority)
         return transfer
 
-    def _post_note(self, Link link, notify, deadline=None):
+    def _post_note(self, Link link, notify, timeout=None):
         """A bare notification over `link`; returns a Transfer."""
         cdef Transfer transfer
         self._check()
         if not link.up:
-            raise errors.PeerLostError(f"peer {link.peer!r} is gone", peer=link.peer)
+            raise errors.PeerDownError(f"peer {link.peer!r} is down", peer=link.peer)
         transfer = Transfer.__new__(Transfer)
         transfer.core, transfer.link = self, link
         transfer.batch.verb = HXA_WRITE
-        self._launch(transfer, notify, None, deadline, None)
+        self._launch(transfer, notify, None, timeout, None)
         return transfer
 
-    cdef int _launch(self, Transfer transfer, object notify, object signal, object deadline, object priority) except -1:
+    cdef int _launch(self, Transfer transfer, object notify, object signal, object timeout, object priority) except -1:
         """Hands a pinned transfer to its driver; on any refusal everything is unpinned and nothing was sent."""
         cdef Driver driver = transfer.link.driver
         cdef hxa_link *link = transfer.link.link
@@ -328,8 +328,8 @@ cdef class Core(Flights):
                     f"{self.bytes_in_flight} of at most {self.max_bytes_in_flight} bytes are in flight, {transfer.batch.bytes} "
                     "more do not fit; await engine.room(nbytes) before"
                 )
-            if deadline is not None and not (isinstance(deadline, (int, float)) and 0 < deadline < INFINITY):
-                raise errors.InvalidArgumentError(f"deadline must be a positive number of seconds, not {deadline!r}")
+            if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < INFINITY):
+                raise errors.InvalidArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
         except BaseException:
             transfer._unpin()
             raise
@@ -337,7 +337,7 @@ cdef class Core(Flights):
         transfer.op.failed = -1
         transfer.cost = 1
         if transfer.device is not None:
-            self._fly_on_device(transfer, deadline)
+            self._fly_on_device(transfer, timeout)
             self.n_transfers += 1
             return 0
         if transfer.batch.bytes <= SMALL_BYTES:
@@ -359,15 +359,16 @@ cdef class Core(Flights):
             self.n_inline += 1
             self.n_bytes += transfer.batch.bytes
         elif answer == HXA_PENDING:
-            self._fly(transfer, deadline)
+            self._fly(transfer, timeout)
         else:
             index = transfer._failed_row()
             transfer._unpin()
-            raise driver_error(driver, -answer, transfer.op.native, repr(transfer), transfer.link.peer, index)
+            raise refusal(driver, -answer, transfer.op.native, f"{transfer._describe()} was refused",
+                          transfer.link.peer, index)
         self.n_transfers += 1
         return 0
 
-    cdef int _fly_on_device(self, Transfer transfer, object deadline) except -1:
+    cdef int _fly_on_device(self, Transfer transfer, object timeout) except -1:
         """A device's own engine copies; see `DeviceCopies`."""
         try:
             self._begin_on_device(transfer)
@@ -375,7 +376,7 @@ cdef class Core(Flights):
             transfer.device = None
             transfer._unpin()
             raise
-        return self._fly(transfer, deadline)
+        return self._fly(transfer, timeout)
 
     def _begin_on_device(self, Transfer transfer):
         raise errors.BufferTypeError("memory of a device cannot be used here")

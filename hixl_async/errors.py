@@ -1,34 +1,42 @@
 """Every exception of the package.
 
-::
+The class of an error tells what happened to the memory of transfers: there are two disjoint roots::
 
     HixlError
-    ├── UsageError                        you called it wrongly; nothing was sent, the engine goes on working
-    │   ├── InvalidArgumentError          (ValueError) a malformed argument
-    │   │   ├── RangeError                (IndexError) outside a region, or lengths that differ
-    │   │   └── BufferTypeError           (TypeError) memory that cannot be used as it is
-    │   ├── AccessError                   (PermissionError) the region's rights forbid it
-    │   ├── ClosedError                   (RuntimeError) the engine, region, pool or stream was closed
-    │   ├── BusyError                     a bounded resource is in use; retryable
-    │   ├── WrongLoopError                (RuntimeError) used from another event loop or thread
-    │   └── EngineForkedError             (RuntimeError) used in a child of fork()
-    ├── DriverError                       a driver could not be loaded, opened or lacks a capability
-    │   └── DriverLoadError               (ImportError)
-    ├── ConnectError                      (ConnectionError) no usable connection came to be
-    │   ├── AuthenticationError           the peer could not prove itself, or refused our proof
-    │   ├── ProtocolError                 the peer speaks another version, or nonsense
-    │   ├── AddressInUseError             (OSError) somebody listens there already
-    │   └── NoRouteError                  no driver that both sides have reaches the peer's memory
-    ├── TransferError                     accepted work failed; the target range's contents are undefined
-    │   ├── PeerLostError                 (ConnectionError) the peer died, left or broke the link
-    │   ├── TransferTimeoutError          (TimeoutError) no progress, or the deadline passed
-    │   └── StaleRegionError              the remote region was closed or belongs to an earlier incarnation
-    └── StreamError                       a KV stream ended without all of its layers
-        ├── StreamAbortedError            one of the two sides gave up
-        ├── TicketError                   the ticket is unknown, used, expired or not for this peer
-        └── LayoutMismatchError           (ValueError) the two sides' KV layouts differ
+    ├── RefusedError                      nothing was sent, and no transfer memory changed
+    │   ├── UsageError                    the call is wrong; the engine goes on working
+    │   │   ├── InvalidArgumentError      (ValueError) a malformed argument
+    │   │   │   ├── RangeError            (IndexError) outside a region, or lengths that differ
+    │   │   │   └── BufferTypeError       (TypeError) memory that cannot be used as it is
+    │   │   ├── AccessError               (PermissionError) the region's rights forbid it
+    │   │   ├── ClosedError               (RuntimeError) the engine, region, pool or stream was closed
+    │   │   ├── BusyError                 a bounded resource is in use; retryable
+    │   │   ├── WrongLoopError            (RuntimeError) used from another event loop or thread
+    │   │   └── EngineForkedError         (RuntimeError) used in a child of fork()
+    │   ├── DriverError                   a driver could not be opened, or cannot do what was asked
+    │   │   └── DriverLoadError           (ImportError) its module or library could not be loaded
+    │   ├── ConnectError                  (ConnectionError) no connection to the peer was made
+    │   │   ├── AuthenticationError       one side could not prove itself to the other
+    │   │   ├── HandshakeError            the other side is no engine, or one of another version
+    │   │   ├── AddressInUseError         another program listens on the engine's address
+    │   │   └── NoRouteError              no driver that both sides have reaches the peer's memory
+    │   ├── ProtocolError                 a message on a standing connection is malformed
+    │   ├── PeerDownError                 (ConnectionError) the peer is down; it was before the call, or while the caller waited
+    │   │   └── RequestLostError          the peer went down before it answered; its handler may have run
+    │   ├── StaleRegionError              the remote region was closed by its owner
+    │   ├── WaitTimeoutError              (TimeoutError) a wait for a region or a stream's opening took too long
+    │   ├── RequestTimeoutError           (TimeoutError) a request was not answered in time; its handler may have run
+    │   ├── RemoteError                   the peer's handler of a request failed
+    │   ├── TicketError                   a KV stream's ticket is unknown, used, expired or not for this peer
+    │   └── LayoutMismatchError           (ValueError) the two sides' KV layouts differ
+    └── TransferError                     accepted work failed: the target's contents are undefined until drained
+        ├── PeerLostError                 (ConnectionError) the peer went down with the transfer in flight
+        ├── TransferTimeoutError          (TimeoutError) no progress, or the timeout passed
+        └── StreamAbortedError            a KV stream ended without all of its layers
 
-`UsageError` means that your code should change, `ConnectError` and `TransferError` that the world did; `retryable` says
+`TicketError`, `LayoutMismatchError` and `StreamAbortedError` are also `StreamError`, which stands beside the two roots.
+
+Waiting, connecting and requests belong to the first root, because the roots speak of transfer memory.  `retryable` says
 whether the same call may succeed later without a change.
 """
 
@@ -45,13 +53,19 @@ __all__ = [
     "DriverError",
     "DriverLoadError",
     "EngineForkedError",
+    "HandshakeError",
     "HixlError",
     "InvalidArgumentError",
     "LayoutMismatchError",
     "NoRouteError",
+    "PeerDownError",
     "PeerLostError",
     "ProtocolError",
     "RangeError",
+    "RefusedError",
+    "RemoteError",
+    "RequestLostError",
+    "RequestTimeoutError",
     "StaleRegionError",
     "StreamAbortedError",
     "StreamError",
@@ -59,16 +73,17 @@ __all__ = [
     "TransferError",
     "TransferTimeoutError",
     "UsageError",
+    "WaitTimeoutError",
     "WrongLoopError",
 ]
 
 
-#: Characters of a message; whatever a caller passed by mistake is shown in part.
+#: The most characters of a message; a long one, such as the repr of a wrong argument, is shown in part.
 _MOST = 4000
 
 
 class HixlError(Exception):
-    """The root of all errors of this package."""
+    """The base of all errors of this package; every error that is raised has one of the roots below it."""
 
     #: A stable, machine-readable word for the kind of error.
     code: str = "error"
@@ -80,9 +95,9 @@ class HixlError(Exception):
     ) -> None:
         text = str(message)
         super().__init__(text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 4 :]}")
-        #: Name of the peer concerned, where there is one.
+        #: The name of the peer concerned, where there is one.
         self.peer = peer
-        #: Index of the failed descriptor in its batch, where known.
+        #: The index of the failed descriptor in its batch, where known.
         self.index = index
         #: The transport's or operating system's own code, where there is one.
         self.native = native
@@ -92,8 +107,14 @@ class HixlError(Exception):
         return str(self.args[0]) if self.args else self.code
 
 
-class UsageError(HixlError):
-    """The call was wrong; nothing was sent and nothing changed."""
+class RefusedError(HixlError):
+    """The root of all errors after which no transfer memory has changed, because nothing was sent."""
+
+    code = "refused"
+
+
+class UsageError(RefusedError):
+    """The call is wrong; nothing was sent and nothing changed."""
 
     code = "usage"
 
@@ -105,7 +126,7 @@ class InvalidArgumentError(UsageError, ValueError):
 
 
 class RangeError(InvalidArgumentError, IndexError):
-    """A range lies outside its region, is empty, or two ranges differ in length."""
+    """A range lies outside its region or is empty, or two ranges differ in length."""
 
     code = "range"
 
@@ -117,13 +138,13 @@ class BufferTypeError(InvalidArgumentError, TypeError):
 
 
 class AccessError(UsageError, PermissionError):
-    """The rights of the region do not allow this."""
+    """The rights of the region do not allow the call."""
 
     code = "access"
 
 
 class ClosedError(UsageError, RuntimeError):
-    """The engine, region, pool, stream or subscription was closed before."""
+    """The engine, region, pool, stream or subscription was closed before, or while the caller waited."""
 
     code = "closed"
 
@@ -147,41 +168,41 @@ class EngineForkedError(UsageError, RuntimeError):
     code = "forked"
 
 
-class DriverError(HixlError):
-    """A driver refused to open, or cannot do what was asked."""
+class DriverError(RefusedError):
+    """A driver cannot be opened, or cannot do what was asked."""
 
     code = "driver"
 
 
 class DriverLoadError(DriverError, ImportError):
-    """A driver's module or library could not be loaded; the message lists every attempt."""
+    """A driver's module or library cannot be loaded; the message lists every attempt."""
 
     code = "driver-load"
 
 
-class ConnectError(HixlError, ConnectionError):
-    """No usable connection to the peer came to be."""
+class ConnectError(RefusedError, ConnectionError):
+    """No connection to the peer was made."""
 
     code = "connect"
     retryable = True
 
 
 class AuthenticationError(ConnectError):
-    """One side could not prove that it knows the secret, or is the same user."""
+    """One side could not prove that it knows the secret, or that it is the same user."""
 
     code = "authentication"
     retryable = False
 
 
-class ProtocolError(ConnectError):
-    """The other side speaks another protocol version, or sent something that is no valid message."""
+class HandshakeError(ConnectError):
+    """The other side is no engine of this package, or speaks another version of the protocol."""
 
-    code = "protocol"
+    code = "handshake"
     retryable = False
 
 
 class AddressInUseError(ConnectError):
-    """The engine cannot listen on its address, because somebody else does."""
+    """Another program listens on the engine's address."""
 
     code = "address-in-use"
 
@@ -193,14 +214,67 @@ class NoRouteError(ConnectError):
     retryable = False
 
 
+class ProtocolError(RefusedError):
+    """A message on a standing connection is malformed, or comes where it has no place."""
+
+    code = "protocol"
+
+
+class PeerDownError(RefusedError, ConnectionError):
+    """The peer is down: its process ended, it left, or its link broke, before the call or while the caller waited.
+
+    A transfer that was in flight then fails with `PeerLostError` instead.
+    """
+
+    code = "peer-down"
+    retryable = True
+    #: True if the peer's process is known to have ended, so that it cannot touch any memory again.
+    confirmed_dead: bool = False
+
+
+class RequestLostError(PeerDownError):
+    """The peer went down before it answered a request; its handler may have run."""
+
+    code = "request-lost"
+
+
+class StaleRegionError(RefusedError):
+    """The remote region was closed by its owner, or belongs to an earlier incarnation of the peer."""
+
+    code = "stale-region"
+
+
+class WaitTimeoutError(RefusedError, TimeoutError):
+    """A wait for something other than a transfer took longer than its ``timeout=``."""
+
+    code = "wait-timeout"
+    retryable = True
+
+
+class RequestTimeoutError(RefusedError, TimeoutError):
+    """The peer did not answer a request within its ``timeout=``; its handler may have run, or may still run."""
+
+    code = "request-timeout"
+    retryable = True
+
+
+class RemoteError(RefusedError):
+    """The peer's handler of a request failed with an error that has no class here; the peer's log has the traceback."""
+
+    code = "remote"
+
+
 class TransferError(HixlError):
-    """Accepted work failed.  The contents of its target range are undefined."""
+    """The root of all failures of accepted work.
+
+    The contents of its target range are undefined, and the local memory stays pinned until ``transfer.drained()``.
+    """
 
     code = "transfer"
 
 
 class PeerLostError(TransferError, ConnectionError):
-    """The peer's process ended, it left, or its link broke."""
+    """The peer went down with the transfer in flight; the message says why, as far as it is known."""
 
     code = "peer-lost"
     retryable = True
@@ -209,7 +283,7 @@ class PeerLostError(TransferError, ConnectionError):
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """A transfer made no progress, or missed its deadline.
+    """A transfer made no progress, or did not finish within its ``timeout=``.
 
     The memory it uses stays pinned until the driver gives it back: await ``transfer.drained()`` before reusing it.
     """
@@ -218,31 +292,25 @@ class TransferTimeoutError(TransferError, TimeoutError):
     retryable = True
 
 
-class StaleRegionError(TransferError):
-    """The remote region was closed by its owner, or belongs to an earlier incarnation of the peer."""
-
-    code = "stale-region"
-
-
 class StreamError(HixlError):
-    """A KV stream ended without all of its layers."""
+    """The base of the errors that only KV streams raise; each of them has one of the two roots as well."""
 
     code = "stream"
 
 
-class StreamAbortedError(StreamError):
+class StreamAbortedError(StreamError, TransferError):
     """One of the two sides aborted the stream; the message carries its reason."""
 
     code = "stream-aborted"
 
 
-class TicketError(StreamError):
-    """A ticket is unknown, was used before, or belongs to somebody else."""
+class TicketError(StreamError, RefusedError):
+    """A ticket is unknown, was changed or used before, has expired, or belongs to another peer."""
 
     code = "ticket"
 
 
-class LayoutMismatchError(StreamError, ValueError):
+class LayoutMismatchError(StreamError, RefusedError, ValueError):
     """The KV layouts of the two sides differ; the message lists the fields."""
 
     code = "layout"

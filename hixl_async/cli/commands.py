@@ -25,7 +25,15 @@ from typing import Any, NamedTuple
 from .. import Engine, Peer, __version__, drivers
 from ..control.handshake import HOW_TO_SHARE_A_SECRET
 from ..engine.arguments import positive_seconds
-from ..errors import AuthenticationError, HixlError, InvalidArgumentError, NoRouteError, ProtocolError, UsageError
+from ..errors import (
+    AuthenticationError,
+    HandshakeError,
+    HixlError,
+    InvalidArgumentError,
+    NoRouteError,
+    ProtocolError,
+    UsageError,
+)
 from ..types import Access, DriverInfo
 from . import probes
 
@@ -73,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Also domains can differ.
         here = f" ({SECRET})" if isinstance(error, AuthenticationError) and HOW_TO_SHARE_A_SECRET in str(error) else ""
         print(f"hixl-async: {error}{here}", file=sys.stderr)
-        if isinstance(error, AuthenticationError | ProtocolError | NoRouteError):
+        if isinstance(error, AuthenticationError | HandshakeError | ProtocolError | NoRouteError):
             return REFUSED
         return USAGE if isinstance(error, UsageError) else FAILED
 
@@ -315,7 +323,7 @@ async def _writes(engine: Engine, peer: Peer, count: int, size: int, timeout: fl
     times = []
     for _ in range(count):
         started = time.perf_counter()
-        await engine.write(data, target, deadline=timeout)
+        await engine.write(data, target, timeout=timeout)
         times.append(time.perf_counter() - started)
     return times
 

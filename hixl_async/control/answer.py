@@ -7,7 +7,7 @@ import contextlib
 import socket
 from typing import NamedTuple
 
-from ..errors import HixlError, PeerLostError, ProtocolError
+from ..errors import HixlError, PeerDownError, ProtocolError
 from . import waiting
 from .channel import TcpChannel, UnixChannel
 from .connection import Connection
@@ -38,13 +38,13 @@ class Answer:
     ) -> None:
         """
         :param sight: what we see whoever dials; the TCP connection is added here.
-        :raises PeerLostError: if the dialler is gone already.
+        :raises PeerDownError: if the dialler is gone already.
         """
         try:
             path = waiting.tcp_path(sock.getpeername(), sock.getsockname())
             self._tcp = TcpChannel(sock)
         except OSError as error:
-            raise PeerLostError(f"the dialler left at once: {error.strerror}", native=error.errno) from None
+            raise PeerDownError(f"the dialler left at once: {error.strerror}", native=error.errno) from None
         self._owned: set[TcpChannel | UnixChannel] = {self._tcp}
         self._joined: asyncio.Future[_Joined] = asyncio.get_running_loop().create_future()
         self._handshake = ListenerHandshake(identity, secret, sight._replace(tcp_path=path), name)

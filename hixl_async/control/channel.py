@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from ..errors import PeerLostError, ProtocolError
+from ..errors import PeerDownError, ProtocolError
 from . import codec
 
 __all__ = ["MAX_DESCRIPTORS", "Channel", "Packet", "TcpChannel", "UnixChannel", "close_descriptors"]
@@ -42,7 +42,7 @@ class Channel(Protocol):
     def receive(self) -> Packet | None:
         """The next message, or None if it has not arrived yet.
 
-        :raises PeerLostError: if the other side closed the socket, or it broke.
+        :raises PeerDownError: if the other side closed the socket, or it broke.
         :raises ProtocolError: if what arrived is no message.
         """
 
@@ -50,13 +50,13 @@ class Channel(Protocol):
         """Sends a message, or nothing of it and says False: then try again when the socket is writable.
 
         :raises ProtocolError: if one of `descriptors` is not open.
-        :raises PeerLostError: if the socket broke.
+        :raises PeerDownError: if the socket broke.
         """
 
     def flush(self) -> bool:
         """Sends what `send` accepted but the kernel did not yet; False if some of it is still left.
 
-        :raises PeerLostError: if the socket broke.
+        :raises PeerDownError: if the socket broke.
         """
 
     def establish(self, receiving: codec.Seal, sending: codec.Seal) -> None:
@@ -88,7 +88,7 @@ class UnixChannel:
             # The other side closed with messages of ours unread. The kernel says so once, ahead of what it sent before.
             return self.receive()
         except OSError as error:
-            raise PeerLostError(f"the Unix socket broke: {error.strerror}", native=error.errno) from None
+            raise PeerDownError(f"the Unix socket broke: {error.strerror}", native=error.errno) from None
         descriptors: list[int] = []
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -106,7 +106,7 @@ class UnixChannel:
                 raise ProtocolError("a message came with more descriptors than could be received")
             if flags & socket.MSG_TRUNC:
                 raise ProtocolError(f"a message is over the limit of {self.limit} bytes")
-            raise PeerLostError("the other side closed the connection")
+            raise PeerDownError("the other side closed the connection")
         return Packet(data, descriptors)
 
     def send(self, data: bytes, descriptors: Sequence[int]) -> bool:
@@ -118,7 +118,7 @@ class UnixChannel:
         except OSError as error:
             if error.errno == errno.EBADF and self.sock.fileno() >= 0:
                 raise ProtocolError("a descriptor cannot be sent: it is not open", native=error.errno) from None
-            raise PeerLostError(f"the Unix socket broke: {error.strerror}", native=error.errno) from None
+            raise PeerDownError(f"the Unix socket broke: {error.strerror}", native=error.errno) from None
         return True
 
     def flush(self) -> bool:
@@ -154,9 +154,9 @@ class TcpChannel:
             except (BlockingIOError, InterruptedError):
                 return None
             except OSError as error:
-                raise PeerLostError(f"the TCP connection broke: {error.strerror}", native=error.errno) from None
+                raise PeerDownError(f"the TCP connection broke: {error.strerror}", native=error.errno) from None
             if not chunk:
-                raise PeerLostError("the other side closed the connection")
+                raise PeerDownError("the other side closed the connection")
             self._decoder.feed(chunk)
         return Packet(self._receiving.open(data) if self._receiving else data, [])
 
@@ -175,7 +175,7 @@ class TcpChannel:
             except (BlockingIOError, InterruptedError):
                 return False
             except OSError as error:
-                raise PeerLostError(f"the TCP connection broke: {error.strerror}", native=error.errno) from None
+                raise PeerDownError(f"the TCP connection broke: {error.strerror}", native=error.errno) from None
             self._rest = self._rest[sent:]
         return True
 

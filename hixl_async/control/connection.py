@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
-from ..errors import ClosedError, HixlError, PeerLostError, ProtocolError
+from ..errors import ClosedError, HixlError, PeerDownError, ProtocolError
 from . import codec
 from .channel import MAX_DESCRIPTORS, Channel, TcpChannel, UnixChannel, close_descriptors
 from .codec import Seal
@@ -171,7 +171,7 @@ class Connection:
                 if not self._channel.flush():
                     self._loop.add_writer(self._channel.fileno(), self._flush)
                 return
-        except PeerLostError as error:
+        except PeerDownError as error:
             self._lose(error)
             return
         if (
@@ -179,7 +179,7 @@ class Connection:
             or self._queued_bytes + len(data) > _MAX_QUEUED_BYTES
             or self._queued_descriptors + len(fds) > _MAX_QUEUED_DESCRIPTORS
         ):
-            self._lose(PeerLostError("it does not read its messages, too many wait", peer=self.identity.name))
+            self._lose(PeerDownError("it does not read its messages, too many wait", peer=self.identity.name))
             return
         queued = _Queued(data, _duplicates(fds))
         if not self._queue:
@@ -301,7 +301,7 @@ class Connection:
                 close_descriptors(descriptors)
                 if self._waiting and not self.crowded:
                     self._make_room()
-        except PeerLostError as error:
+        except PeerDownError as error:
             self._lose(error)
 
     def _lose(self, error: HixlError) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from ..errors import BusyError, ConnectError, HixlError, InvalidArgumentError, PeerLostError
+from ..errors import BusyError, ConnectError, HixlError, InvalidArgumentError, PeerDownError
 from ..types import Address
 from . import waiting
 from .channel import TcpChannel, UnixChannel
@@ -63,7 +63,7 @@ async def dial(
         return call.connection(established)
     except TimeoutError:
         raise ConnectError(f"{address} did not answer within {timeout:g} s ({call.step})") from None
-    except PeerLostError as error:
+    except PeerDownError as error:
         raise ConnectError(f"{address} broke off the handshake ({call.step}): {error}", native=error.native) from None
     except HixlError as error:
         if str(address) not in str(error):

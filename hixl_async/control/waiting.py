@@ -100,7 +100,7 @@ async def receive(channel: Channel, *, unless: asyncio.Future[Any]) -> bytes | N
 async def receive(channel: Channel, *, unless: asyncio.Future[Any] | None = None) -> bytes | None:
     """The next message of a handshake, or None if `unless` is done first.
 
-    :raises PeerLostError: if the other side is gone.
+    :raises PeerDownError: if the other side is gone.
     :raises ProtocolError: if it sent no message, or descriptors, which have no place here.
     """
     while unless is None or not unless.done():
@@ -116,7 +116,7 @@ async def receive(channel: Channel, *, unless: asyncio.Future[Any] | None = None
 async def send(channel: Channel, data: bytes) -> None:
     """Sends a message of a handshake.
 
-    :raises PeerLostError: if the other side is gone.
+    :raises PeerDownError: if the other side is gone.
     """
     while not channel.send(data, ()):
         await _ready(channel.fileno(), writable=True)

@@ -4,7 +4,7 @@ cimport cython
 from cpython.mem cimport PyMem_Malloc
 
 from .in_flight cimport Flights
-from .link cimport driver_error
+from .link cimport refusal
 from .memory cimport RemoteMemory
 from .transfer cimport ACTIVE, FAILED, Transfer
 from .driver cimport *
@@ -57,7 +57,7 @@ cdef class DeviceCopies:
                 f"{type(tensor).__name__} to the CPU first, or let the owner allocate the region"
             )
         if answer:
-            raise driver_error(transfer.link.driver, -answer, 0, repr(transfer), transfer.link.peer)
+            raise refusal(transfer.link.driver, -answer, 0, f"{transfer._describe()} was refused", transfer.link.peer)
         try:
             if remote.farewell is None:
                 remote.farewell = self.pin(tensor, <size_t>address, remote.size) or _nothing
@@ -65,7 +65,7 @@ cdef class DeviceCopies:
                 tensor, <size_t>address + transfer.desc.roff, transfer.desc.len, transfer.batch.verb == HXA_READ)
         except Exception as error:
             table.mem_return(transfer.link.link, transfer.desc.rmem)
-            raise errors.TransferError(f"the device refused {transfer!r}: {error}", peer=transfer.link.peer) from error
+            raise errors.DriverError(f"the device refused a {transfer._describe()}: {error}", peer=transfer.link.peer) from error
         self.flights.append(transfer)
         self._look_in(SHORTEST_LOOK)
 
@@ -103,7 +103,7 @@ cdef class DeviceCopies:
         transfer.device = None
         if error is not None and transfer.outcome == ACTIVE:
             transfer._resolve(FAILED, errors.TransferError(
-                f"the device failed {transfer!r}, the contents of its target are undefined: {error}", peer=transfer.link.peer))
+                f"{transfer._describe()} failed on the device, the contents of its target are undefined: {error}", peer=transfer.link.peer))
         if transfer.tail != NULL and transfer.outcome == ACTIVE:
             answer = table.submit(transfer.link.link, transfer.tail, &transfer.op)
         if answer < 0:

@@ -29,9 +29,10 @@ cdef class Flights(Hub):
     cdef int _spend(self, int cost) except -1
     cdef bint _fits(self, uint64_t nbytes) noexcept
     cdef int _admit(self) except -1
-    cdef int _fly(self, Transfer transfer, object deadline) except -1
+    cdef int _fly(self, Transfer transfer, object timeout) except -1
     cdef int _track(self, Transfer transfer) except -1
     cdef int _settle(self, hxa_op *op) except -1
+    cdef object _failure(self, Transfer transfer, object row)
     cdef int _settle_all(self) except -1
     cdef int _deliver(self) except -1
     cdef list _all(self)

@@ -10,8 +10,8 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 
 from .batch cimport Batch
 from .link cimport (
-    Driver, Hub, Link, MAX_DRIVERS, driver_error, hxa_letter, hxa_mailbox, hxa_mailbox_asleep, hxa_mailbox_awake,
-    hxa_mailbox_signals,
+    Driver, Hub, Link, MAX_DRIVERS, failure, hxa_letter, hxa_mailbox, hxa_mailbox_asleep, hxa_mailbox_awake,
+    hxa_mailbox_signals, refusal,
 )
 from .memory cimport Memory, Places
 from .transfer cimport ACTIVE, CANCELLED, CREDIT, DONE, Drain, FAILED, Transfer, hxa_now
@@ -206,21 +206,21 @@ cdef class Flights(Hub):
                 call.remote = memory
                 call.remote.flights += 1
         else:
-            raise driver_error(call.link.driver, -answer, op.native, what, call.link.peer)
+            raise refusal(call.link.driver, -answer, op.native, what, call.link.peer)
         return call
 
     cdef int _status(self, object call) except -1:
         return (<Transfer>call).op.status
 
-    cdef int _fly(self, Transfer transfer, object deadline) except -1:
+    cdef int _fly(self, Transfer transfer, object timeout) except -1:
         """Accepted, and not over yet."""
         self.in_flight += 1
         self.bytes_in_flight += transfer.batch.bytes
         self._track(transfer)
         transfer.link.flights += 1
         transfer.moved = self.loop.time()
-        if deadline is not None:
-            transfer.timer = self.loop.call_later(deadline, transfer._expire, deadline)
+        if timeout is not None:
+            transfer.timer = self.loop.call_later(timeout, transfer._expire, timeout)
         if self.watchdog is None:
             self.watchdog = self.loop.call_later(self.stall / 8, self._watch)
         return 0
@@ -271,11 +271,15 @@ cdef class Flights(Hub):
             elif op.status == HXA_E_CANCELLED and not transfer.control:
                 transfer._resolve(CANCELLED, None)
             else:
-                failed = f"{transfer!r} failed, the contents of its target are undefined"
-                transfer._resolve(FAILED, driver_error(
-                    transfer.link.driver, op.status, op.native, failed if not transfer.control else transfer.link.what,
-                    transfer.link.peer, row))
+                transfer._resolve(FAILED, self._failure(transfer, row))
         return 0
+
+    cdef object _failure(self, Transfer transfer, object row):
+        cdef Link link = transfer.link
+        if transfer.control:
+            return refusal(link.driver, transfer.op.status, transfer.op.native, link.what, link.peer)
+        what = f"{transfer._describe()} failed, the contents of its target are undefined"
+        return failure(link, transfer.op.status, transfer.op.native, what, row)
 
     def drain(self):
         """Settles what drivers posted.  The loop calls it; it may be called from any code that runs on the loop's thread.
@@ -495,7 +499,7 @@ cdef class Flights(Hub):
         self._settle_all()
         leaked = self._all()
         for transfer in leaked:
-            exc = errors.ClosedError(
+            exc = errors.TransferError(
                 f"the engine was closed while a driver still held the memory of {transfer!r}; it is leaked"
             )
             if transfer.outcome == ACTIVE:

@@ -72,32 +72,40 @@ cdef class Hub:
         raise NotImplementedError
 
 
-cdef object driver_error(Driver driver, int status, int native, str what, str peer, object index=None):
-    """The one gate from a driver's status to an exception."""
-    cdef const char *text = NULL
-    if driver is not None and driver.table.error_text != NULL:
-        text = driver.table.error_text(status, native)
-    detail = text.decode("utf-8", "replace") if text != NULL else f"status {status}"
-    if status == HXA_E_LINK:
-        kind = errors.PeerLostError
-    elif status == HXA_E_TIMEOUT:
-        kind = errors.TransferTimeoutError
-    elif status == HXA_E_RIGHTS:
-        kind = errors.AccessError
-    elif status == HXA_E_RANGE:
-        kind = errors.RangeError
-    elif status == HXA_E_BUSY:
-        kind = errors.BusyError
-    elif status == HXA_E_PROTOCOL:
-        kind = errors.ProtocolError
-    elif status == HXA_E_INVALID:
-        kind = errors.InvalidArgumentError
-    elif status in (HXA_E_UNSUPPORTED, HXA_E_NOMEM):
-        kind = errors.DriverError
-    else:
-        kind = errors.TransferError
+# The two gates from a driver's status to an exception, one for each root of the errors.
+cdef dict REFUSALS = {
+    HXA_E_INVALID: errors.InvalidArgumentError,
+    HXA_E_RANGE: errors.RangeError,
+    HXA_E_RIGHTS: errors.AccessError,
+    HXA_E_BUSY: errors.BusyError,
+    HXA_E_LINK: errors.PeerDownError,
+    HXA_E_TIMEOUT: errors.WaitTimeoutError,
+    HXA_E_PROTOCOL: errors.ProtocolError,
+}
+cdef dict FAILURES = {HXA_E_LINK: errors.PeerLostError, HXA_E_TIMEOUT: errors.TransferTimeoutError}
+
+
+cdef object refusal(Driver driver, int status, int native, str what, str peer, object index=None):
+    """The error of a call that the driver refused, or of one that moves no transfer memory."""
+    kind = REFUSALS.get(status, errors.DriverError)
     where = f" (peer {peer!r})" if peer else ""
-    return kind(f"{what}: {detail}{where}", peer=peer, index=index, native=native or None)
+    text = f"{what}: {_status_text(driver, status, native)}{where}"
+    return kind(text, peer=peer, index=index, native=native or None)
+
+
+cdef object failure(Link link, int status, int native, str what, object index=None):
+    """The error of accepted work that failed in flight."""
+    kind = FAILURES.get(status, errors.TransferError)
+    cause = link.explain() if status == HXA_E_LINK and link.explain is not None else None
+    text = f"{what}: {cause or _status_text(link.driver, status, native)} (peer {link.peer!r})"
+    return kind(text, peer=link.peer, index=index, native=native or None)
+
+
+cdef str _status_text(Driver driver, int status, int native):
+    cdef const char *text = NULL
+    if driver.table.error_text != NULL:
+        text = driver.table.error_text(status, native)
+    return text.decode("utf-8", "replace") if text != NULL else f"status {status}"
 
 
 cdef tuple unpack_card(hxa_card *card):
@@ -205,7 +213,7 @@ cdef class Driver:
             answer = self.table.open(pairs, count, &core.sink, &self.instance, text, sizeof(text))
         if answer:
             self.instance = NULL
-            reason = text.decode("utf-8", "replace") or str(driver_error(self, -answer, 0, "open", None))
+            reason = text.decode("utf-8", "replace") or str(refusal(self, -answer, 0, "open", None))
             kind = OPEN_ERRORS.get(-answer, errors.DriverError)
             raise kind(f"driver {name!r} could not be opened: {reason}")
         memset(&limits, 0, sizeof(limits))
@@ -274,7 +282,7 @@ cdef class Driver:
         cdef int answer = self.table.link_new(self.instance, cookie * MAX_DRIVERS + self.index, &link.link, &card)
         if answer:
             link.link = NULL
-            raise driver_error(self, -answer, 0, "new link", peer)
+            raise refusal(self, -answer, 0, "new link", peer)
         data, fds = unpack_card(&card)
         return link, data, fds
 
@@ -323,7 +331,7 @@ cdef class Link:
         if self.link == NULL:
             for fd in fds:
                 os.close(fd)
-            raise errors.PeerLostError(f"peer {self.peer!r} is gone", peer=self.peer)
+            raise errors.PeerDownError(f"peer {self.peer!r} is down", peer=self.peer)
         return 0
 
     def watch(self):
@@ -333,6 +341,10 @@ cdef class Link:
         if self.fd >= 0:
             self.driver.core.loop.add_reader(self.fd, self._readable)
             self.poll()
+
+    def explain_by(self, explain):
+        """Let ``explain()`` say why the link is down, or None where that is not known, for the errors of its transfers."""
+        self.explain = explain
 
     def refuse(self):
         """No new work: the driver reported that the link is down."""
@@ -369,7 +381,7 @@ cdef class Link:
         if answer == -HXA_E_UNSUPPORTED:
             raise errors.DriverError(f"driver {self.driver.name!r} cannot limit its bandwidth")
         if answer:
-            raise driver_error(self.driver, -answer, 0, "limit of the bandwidth", self.peer)
+            raise refusal(self.driver, -answer, 0, "limit of the bandwidth", self.peer)
 
     def message(self, bytes data):
         """Hands over what the driver at the other end said; `connect` must have been called.
@@ -382,7 +394,7 @@ cdef class Link:
         if self.link != NULL:
             answer = self.driver.table.message(self.link, <const char *>data, len(data))
             if answer < 0:
-                error = driver_error(self.driver, -answer, 0, "message of its driver", self.peer)
+                error = refusal(self.driver, -answer, 0, "message of its driver", self.peer)
                 raise errors.ProtocolError(str(error), peer=self.peer)
 
     def fence(self):

@@ -48,7 +48,7 @@ cdef class Transfer:
     cdef object topic, note           # bytes that the batch points to
     cdef int outcome                  # ACTIVE, DONE, FAILED, CANCELLED
     cdef int cost                     # of awaiting it, once it is done (C8)
-    cdef bint control                 # not a transfer: a link or memory call; not counted, no deadline
+    cdef bint control                 # not a transfer: a link or memory call; not counted, no timeout
     cdef bint flying                  # accepted, not yet released: linked in Core.first
     cdef bint abandoned               # the driver was told that nobody waits for it
     cdef public bint _asyncio_future_blocking
@@ -58,7 +58,7 @@ cdef class Transfer:
     cdef object callback, context     # the usual single waiter
     cdef list callbacks               # further (callback, context)
     cdef list drains                  # Drain objects that wait for the release
-    cdef object timer                 # TimerHandle of an explicit deadline
+    cdef object timer                 # TimerHandle of the caller's timeout
     cdef double moved                 # loop time of the last progress seen
     cdef uint64_t landed              # bytes at that time
     cdef void *next                   # Transfer: list of flights
@@ -71,4 +71,5 @@ cdef class Transfer:
     cdef bint _waits(self) noexcept
     cdef bint _abandonable(self) noexcept
     cdef object _failure(self)
+    cdef str _describe(self)
     cdef object _failed_row(self)

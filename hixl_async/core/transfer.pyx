@@ -86,10 +86,14 @@ cdef class Transfer:
         raise TypeError("a transfer is made by engine.read, engine.write or engine.submit")
 
     def __repr__(self):
+        held = " pinned" if self.flying else ""
+        return f"<Transfer {self._describe()}, {OUTCOMES[self.outcome].value}{held}>"
+
+    cdef str _describe(self):
+        """What it does, without its state."""
         what = "control" if self.control else "write" if self.batch.verb == HXA_WRITE else "read"
         peer = f" {'to' if self.batch.verb == HXA_WRITE else 'from'} {self.link.peer!r}" if self.link is not None else ""
-        held = " pinned" if self.flying else ""
-        return f"<Transfer {what}{peer} of {self.batch.bytes} bytes, {OUTCOMES[self.outcome].value}{held}>"
+        return f"{what}{peer} of {self.batch.bytes} bytes"
 
     # -- future protocol: https://docs.python.org/3/library/asyncio-extending.html and Lib/asyncio/futures.py
 
@@ -338,15 +342,15 @@ cdef class Transfer:
                 and self.link.driver.table.abandon != NULL)
 
     def _expire(self, double seconds):
-        """The explicit deadline passed."""
+        """The caller's timeout passed."""
         self.timer = None
-        self._time_out(f"missed its deadline of {seconds:g} s")
+        self._time_out(f"did not finish within its timeout of {seconds:g} s")
 
     def _time_out(self, str why):
         cdef bint stopped = False
         if self.outcome == ACTIVE:
             exc = errors.TransferTimeoutError(
-                f"{self!r} {why}; the contents of its target are undefined, await transfer.drained() before reusing memory",
+                f"{self._describe()} {why}; the contents of its target are undefined, await transfer.drained() before reusing memory",
                 peer=self.link.peer if self.link is not None else None,
             )
             self._resolve(FAILED, exc)

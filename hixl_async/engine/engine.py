@@ -516,7 +516,7 @@ class Engine(Core):
         :param timeout: seconds; default: the engine's ``connect_timeout``.
         :raises ConnectError: if nobody answers there in time.
         :raises AuthenticationError: if the secrets, domains or users do not match.
-        :raises ProtocolError: if what listens there is no engine, or one of another version.
+        :raises HandshakeError: if what listens there is no engine, or one of another version.
         :raises NoRouteError: if no common driver reaches it.
         :raises InvalidArgumentError: if `address` is malformed or this engine's own.
         :raises ClosedError: if this engine is closed meanwhile.
@@ -578,7 +578,7 @@ class Engine(Core):
 
         :return: a `Transfer`, done when the peer's queue holds it.
         :raises InvalidArgumentError: if topic and payload are over the driver's limit.
-        :raises PeerLostError: if the peer is gone.
+        :raises PeerDownError: if the peer is down.
         """
         self._must_be_open()
         if not isinstance(peer, Peer) or peer._host is not self:

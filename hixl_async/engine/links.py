@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Iterator
 from typing import TYPE_CHECKING
 
 from ..core.link import CAP_SAME_HOST, MESSAGE_LIMIT, Driver, Link
-from ..errors import ConnectError, DriverError, HixlError, NoRouteError, PeerLostError, ProtocolError
+from ..errors import ConnectError, DriverError, HixlError, NoRouteError, PeerDownError, ProtocolError
 from ..types import PeerState
 from .messages import Incoming, binary_text
 
@@ -108,10 +108,12 @@ class Links:
             self.ready.add_done_callback(lambda _: late.cancel())
         for driver in drivers:
             try:
-                self._links[driver.name], card, fds = driver.link_new(peer._cookie, peer.name)
+                link, card, fds = driver.link_new(peer._cookie, peer.name)
             except HixlError as error:
                 self.do_without(driver.name, error)
             else:
+                link.explain_by(peer._explain)
+                self._links[driver.name] = link
                 peer._send("link", {"driver": driver.name, "card": binary_text(card)}, fds)
 
     def on_link(self, message: Incoming) -> None:
@@ -172,9 +174,9 @@ class Links:
         if isinstance(error, ProtocolError):  # the peer's fault, not the driver's
             self._peer._lose(error)
             return
-        if not isinstance(error, ConnectError | PeerLostError):
+        if not isinstance(error, ConnectError | PeerDownError):
             error = ConnectError(f"driver {name!r}: {error}", peer=self._peer.name, native=error.native)
-        with contextlib.suppress(PeerLostError):
+        with contextlib.suppress(PeerDownError):
             self._peer._send("link.failed", {"driver": name, "text": str(error)[:FAILURE_LIMIT]})
         self._drop(name, error)
 
@@ -248,7 +250,7 @@ class Links:
                 ProtocolError(f"driver {driver.name!r} wants to send {len(data)} bytes at once", peer=self._peer.name)
             )
             return
-        with contextlib.suppress(PeerLostError):
+        with contextlib.suppress(PeerDownError):
             self._peer._send("driver", {"driver": driver.name, "data": binary_text(data)})
 
     def on_driver(self, message: Incoming) -> None:

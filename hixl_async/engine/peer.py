@@ -25,7 +25,7 @@ from ..errors import (
     ClosedError,
     HixlError,
     InvalidArgumentError,
-    PeerLostError,
+    PeerDownError,
     ProtocolError,
 )
 from ..types import Access, Address, PeerState
@@ -190,20 +190,20 @@ class Peer:
     def _send(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Queues one control message; the descriptors are closed here, the connection has its own copies.
 
-        :raises PeerLostError: if the connection is gone.
+        :raises PeerDownError: if the connection is gone.
         :raises ProtocolError: if the message cannot be sent.
         """
         try:
             self._connection.send(kind, body, fds)
         except ClosedError as error:
-            raise PeerLostError(f"peer {self.name!r} is gone: {error}", peer=self.name) from None
+            raise PeerDownError(f"peer {self.name!r} is gone: {error}", peer=self.name) from None
         finally:
             close_all(fds)
 
     def _tell(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """As `_send`, for what only matters to a peer that is still there."""
         if self.state in (PeerState.UP, PeerState.CLOSING):
-            with contextlib.suppress(PeerLostError):
+            with contextlib.suppress(PeerDownError):
                 self._send(kind, body, fds)
         else:
             close_all(fds)
@@ -256,7 +256,7 @@ class Peer:
         except ProtocolError as error:
             up = self.state is not PeerState.CONNECTING
             self._lose(
-                PeerLostError(f"peer {self.name!r} broke the protocol: {error}", peer=self.name) if up else error
+                PeerDownError(f"peer {self.name!r} broke the protocol: {error}", peer=self.name) if up else error
             )
         finally:
             message.drop()
@@ -272,9 +272,9 @@ class Peer:
         """The peer's region `name`; waits until the peer exports it.
 
         :param timeout: seconds to wait, or None for as long as the peer lives.
-        :raises PeerLostError: if the peer goes before.
+        :raises PeerDownError: if the peer goes before.
         :raises StaleRegionError: if the peer closes the region meanwhile.
-        :raises TransferTimeoutError: if `timeout` passed.
+        :raises WaitTimeoutError: if `timeout` passed.
         :raises AccessError: if the kernel does not let this process map or reach the region's memory.
         """
         self._host._must_be_here()
@@ -288,8 +288,9 @@ class Peer:
         :param body: a JSON object; request and answer may have a little less than 64 KiB each, as they travel.
         :raises InvalidArgumentError: if `body` is no such object or is too long.
         :raises HixlError: what the peer's handler raised, with its type.
-        :raises TransferTimeoutError: if no answer came within `timeout` seconds.
-        :raises PeerLostError: if the peer went away.
+        :raises RequestTimeoutError: if no answer came within `timeout` seconds; the handler may have run.
+        :raises RequestLostError: if the peer went down before it answered; the handler may have run.
+        :raises PeerDownError: if the peer was down before.
         """
         self._must_be_up()
         return await self._calls.request(service, body, positive_seconds("timeout", timeout))
@@ -299,7 +300,7 @@ class Peer:
 
         :raises InvalidArgumentError: if `body` is no JSON object or is too long.
         :raises BusyError: if too many messages wait to be sent.
-        :raises PeerLostError: if the peer is gone.
+        :raises PeerDownError: if the peer is gone.
         """
         self._must_be_up()
         self._calls.post(service, body)
@@ -314,7 +315,7 @@ class Peer:
     def _link(self, needed: int, what: str) -> Link:
         """The first link whose driver has a capability.
 
-        :raises PeerLostError: if the peer is gone.
+        :raises PeerDownError: if the peer is gone.
         :raises DriverError: if no driver has it.
         """
         self._must_be_up()
@@ -379,7 +380,7 @@ class Peer:
         """The pidfd became readable: the process has ended."""
         self._unwatch_process()
         self._dead = True
-        error = PeerLostError(f"the process of peer {self.name!r} ended", peer=self.name)
+        error = PeerDownError(f"the process of peer {self.name!r} ended", peer=self.name)
         error.confirmed_dead = True
         self._links.peer_died()
         if self.state is PeerState.DOWN:
@@ -396,12 +397,15 @@ class Peer:
 
     def _check_alive(self) -> bool:
         """Whether it is up; asks the kernel instead of waiting until the loop hears of its death."""
-        if self._pidfd is not None:
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            if poll.poll(0):
-                self._died()
+        if self._pidfd is not None and _has_ended(self._pidfd):
+            self._died()
         return self.state is PeerState.UP
+
+    def _explain(self) -> str | None:
+        """Return why links to the peer are down, if known; ask the kernel, because transfers may fail before it tells."""
+        if self._dead or (self._pidfd is not None and _has_ended(self._pidfd)):
+            return "its process ended"
+        return None if self.error is None else str(self.error)
 
     def _unwatch_process(self) -> None:
         if self._pidfd is not None:
@@ -413,10 +417,10 @@ class Peer:
         _settle(self._cut, None)
         # After its goodbye the peer may close the connection before we do.
         if not (self._farewell.done() and self._farewell.result()):
-            self._lose(PeerLostError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name))
+            self._lose(PeerDownError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name))
 
     def _link_down(self, driver: Driver, text: str) -> None:
-        error = PeerLostError(f"the link to peer {self.name!r} broke: {text}", peer=self.name)
+        error = PeerDownError(f"the link to peer {self.name!r} broke: {text}", peer=self.name)
         if self.state is PeerState.CONNECTING:
             self._links.do_without(driver.name, error)
         elif self.state is PeerState.UP and self._links.get(driver.name) is not None:
@@ -427,7 +431,7 @@ class Peer:
         """The other side parts from us, for it lost a link; its goodbye takes as long as its work."""
         text = message.text("text")[:FAILURE_LIMIT]
         self._begin_closing()
-        self._end(self._part(PeerLostError(f"peer {self.name!r} lost its link to us: {text}", peer=self.name)))
+        self._end(self._part(PeerDownError(f"peer {self.name!r} lost its link to us: {text}", peer=self.name)))
 
     def _lose(self, error: HixlError) -> None:
         """The peer is gone for us: fails everything that waits for it, and stops our work for it."""
@@ -440,7 +444,7 @@ class Peer:
         # A fresh exception each time: a shared one would collect the tracebacks of everybody who raised it.
         assert self.error is not None
         fresh = type(self.error)(str(self.error), peer=self.name)
-        if isinstance(fresh, PeerLostError):
+        if isinstance(fresh, PeerDownError):
             fresh.confirmed_dead = self._dead
         return fresh
 
@@ -488,7 +492,7 @@ class Peer:
         self._go_down(error)
         await self._wind_down()
 
-    async def _part(self, error: PeerLostError, broken: str | None = None) -> None:
+    async def _part(self, error: PeerDownError, broken: str | None = None) -> None:
         """The peer leaves, or its link broke.
 
         :param broken: why a link of ours did, which the other side may not have seen.  A peer that leaves stops its links
@@ -497,13 +501,13 @@ class Peer:
         if broken is not None:
             await asyncio.wait([self._farewell], timeout=GOODBYE_GRACE)
         if self._farewell.done() and self._farewell.result():
-            error = PeerLostError(f"peer {self.name!r} left", peer=self.name)
+            error = PeerDownError(f"peer {self.name!r} left", peer=self.name)
         elif broken is not None:
             self._tell("link.down", {"text": broken[:FAILURE_LIMIT]})
         # First, for our side of the links may take its time to stop, and nobody should wait for that.
         self._go_down(error)
         await self._links.stop()
-        with contextlib.suppress(PeerLostError):
+        with contextlib.suppress(PeerDownError):
             self._send("goodbye", {})
         if not self._harmless:  # a broken link alone does not keep it from saying goodbye
             await asyncio.wait([self._fence, self._cut], timeout=self._close_timeout, return_when=FIRST_COMPLETED)
@@ -519,7 +523,7 @@ class Peer:
         _settle(self._farewell, True)
         if self.state is PeerState.UP:
             self._begin_closing()
-            self._end(self._part(PeerLostError(f"peer {self.name!r} left", peer=self.name)))
+            self._end(self._part(PeerDownError(f"peer {self.name!r} left", peer=self.name)))
         self._become_harmless()
 
     def _holds_nothing(self) -> None:
@@ -573,6 +577,13 @@ class Peer:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+def _has_ended(pidfd: int) -> bool:
+    """Return True if the process of a pidfd has ended; it is readable then."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..control import Connection, dial
-from ..errors import ClosedError, ConnectError, HixlError, PeerLostError
+from ..errors import ClosedError, ConnectError, HandshakeError, HixlError, PeerDownError, ProtocolError
 from ..types import Address, PeerState
 from .peer import Peer
 from .region import Region
@@ -100,8 +100,10 @@ class Peers:
         peer._dialled_at.add(where)
         try:
             return await self._bring_up(peer, until)
-        except PeerLostError as error:
+        except PeerDownError as error:
             raise ConnectError(f"{where}: {error}", peer=peer.name) from error
+        except ProtocolError as error:
+            raise HandshakeError(f"{where}: {error}", peer=peer.name) from error
 
     async def _dial(self, where: Address, until: float) -> Connection:
         engine = self._engine
@@ -127,7 +129,10 @@ class Peers:
         if dialling.cancelled() or engine.closed:
             _drop(dialling)
             raise ClosedError("the engine was closed while it connected")
-        return dialling.result()
+        try:
+            return dialling.result()
+        except ProtocolError as error:
+            raise HandshakeError(str(error), peer=error.peer) from error
 
     def _new(self, connection: Connection) -> Peer:
         return Peer(self._engine, connection, self._engine.config.close_timeout)
@@ -140,11 +145,11 @@ class Peers:
             peer._lose(error)
             raise
         except TimeoutError:
-            late = PeerLostError(f"peer {peer.name!r} did not complete the connection in time", peer=peer.name)
+            late = PeerDownError(f"peer {peer.name!r} did not complete the connection in time", peer=peer.name)
             peer._lose(late)
             raise late from None
         except BaseException:
-            peer._lose(PeerLostError(f"the connection to {peer.name!r} was given up", peer=peer.name))
+            peer._lose(PeerDownError(f"the connection to {peer.name!r} was given up", peer=peer.name))
             raise
         return peer
 

@@ -30,7 +30,7 @@ from ..errors import (
     NoRouteError,
     ProtocolError,
     StaleRegionError,
-    TransferTimeoutError,
+    WaitTimeoutError,
 )
 from ..types import Access, PeerState
 from .messages import Incoming, binary_text
@@ -231,7 +231,7 @@ class Imports:
                     f"{who} did not export region {name!r} within {timeout:g} s; it exports: {known} "
                     "(a region with access 'none' is not exported, nor one that its grant= keeps from this engine)"
                 )
-            raise TransferTimeoutError(text, peer=self._peer.name) from None
+            raise WaitTimeoutError(text, peer=self._peer.name) from None
 
     async def _offer_of(self, name: str) -> None:
         """Waits for an offer of that name, or the end of the peer."""

@@ -15,7 +15,18 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import errors
-from ..errors import BusyError, HixlError, InvalidArgumentError, ProtocolError, TransferTimeoutError
+from ..errors import (
+    BusyError,
+    HixlError,
+    InvalidArgumentError,
+    PeerDownError,
+    ProtocolError,
+    RefusedError,
+    RemoteError,
+    RequestLostError,
+    RequestTimeoutError,
+    TransferError,
+)
 from .messages import Incoming
 
 if TYPE_CHECKING:
@@ -31,6 +42,10 @@ Handler = Callable[["Peer", dict[str, Any]], "dict[str, Any] | Awaitable[dict[st
 #: Requests of one peer that may be in our handlers at the same time; so many of ours wait for answers, the others for their
 #: turn.  Answers cannot wait for room as requests do, and all that may come together fit into the connection's queue.
 MAX_HANDLERS = 256
+
+
+#: The kind of message that answers a request to a handler.
+ANSWER = "answer"
 
 
 class _Waiting(NamedTuple):
@@ -56,11 +71,11 @@ class Calls:
         _check(service, body)
         try:
             async with asyncio.timeout(timeout), self._turns:
-                reply = await self.ask("call", {"service": service, "body": body}, answer="answer")
+                reply = await self.ask("call", {"service": service, "body": body}, answer=ANSWER)
         except TimeoutError as error:
             if isinstance(error, HixlError):
                 raise
-            raise TransferTimeoutError(
+            raise RequestTimeoutError(
                 f"peer {self._peer.name!r} did not answer {service!r} within {timeout:g} s", peer=self._peer.name
             ) from None
         return reply.object("body")
@@ -80,7 +95,7 @@ class Calls:
 
         :return: the answer; its descriptors are the caller's.
         :raises HixlError: what the peer says went wrong there.
-        :raises PeerLostError: if the peer went away.
+        :raises PeerDownError: if the peer went away.
         :raises InvalidArgumentError: if `body` cannot be sent.
         """
         await self._peer._connection.room()
@@ -118,16 +133,14 @@ class Calls:
         """A failure came instead."""
         waiting = self._waiting.get(message.number("call"))
         if waiting is not None and not waiting.reply.done():
-            kind = getattr(errors, message.text("error"), None)
-            if not (isinstance(kind, type) and issubclass(kind, HixlError)):
-                kind = HixlError
+            kind = _error_class(message.text("error"), waiting)
             waiting.reply.set_exception(kind(message.text("message"), peer=self._peer.name))
 
     def lose(self, error: Callable[[], HixlError]) -> None:
         """Nothing will be answered any more, here or there."""
         for waiting in self._waiting.values():
             if not waiting.reply.done():
-                waiting.reply.set_exception(error())
+                waiting.reply.set_exception(_lost(error(), waiting))
         for task in self._handlers:
             task.cancel()
 
@@ -175,7 +188,7 @@ class Calls:
         try:
             body = await answer
         except asyncio.CancelledError:
-            self.fail(call, HixlError(f"the handler of {service!r} was cancelled at the peer"))
+            self.fail(call, RemoteError(f"the handler of {service!r} was cancelled at the peer"))
             raise
         except HixlError as error:
             self.fail(call, error)
@@ -202,7 +215,27 @@ class Calls:
 
     def _broken_handler(self, call: int | None, service: str, error: Exception) -> None:
         self._loop.call_exception_handler({"message": f"the handler of {service!r} failed", "exception": error})
-        self.fail(call, HixlError(f"the handler of {service!r} failed at the peer"))
+        self.fail(call, RemoteError(f"the handler of {service!r} failed at the peer"))
+
+
+def _error_class(name: str, waiting: _Waiting) -> type[HixlError]:
+    """The class of an error that the peer names.
+
+    A handler's error keeps its class, also where transfers of the handler's own have failed.  Everything else that is asked of
+    a peer changes no transfer memory.
+    """
+    kind = getattr(errors, name, None)
+    roots = (RefusedError, TransferError) if waiting.kind == ANSWER else (RefusedError,)
+    return kind if isinstance(kind, type) and issubclass(kind, roots) else RemoteError
+
+
+def _lost(error: HixlError, waiting: _Waiting) -> HixlError:
+    """The error of a wait that the end of the connection ended; a handler may have run all the same."""
+    if waiting.kind != ANSWER or not isinstance(error, PeerDownError):
+        return error
+    lost = RequestLostError(str(error), peer=error.peer)
+    lost.confirmed_dead = error.confirmed_dead
+    return lost
 
 
 def _check(service: object, body: object) -> None:

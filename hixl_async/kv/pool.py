@@ -242,7 +242,7 @@ class Pool:
             it; on entering, also if it is unknown to the consumer, used or expired.
         :raises LayoutMismatchError: on entering, if the consumer's layout differs; the message lists the fields.
         :raises StreamAbortedError: on entering, if the consumer gave up meanwhile.
-        :raises TransferTimeoutError: on entering, if opening takes longer than `timeout`.
+        :raises WaitTimeoutError: on entering, if opening takes longer than `timeout`.
         :raises InvalidArgumentError: if `timeout` is not a positive number.
         """
         self._check_usable()

@@ -14,12 +14,12 @@ from ..errors import (
     ClosedError,
     HixlError,
     InvalidArgumentError,
-    PeerLostError,
+    PeerDownError,
     ProtocolError,
     RangeError,
     StreamError,
     TicketError,
-    TransferTimeoutError,
+    WaitTimeoutError,
 )
 from ..types import Ready
 from .blocks import Blocks, LayerBlocks
@@ -186,7 +186,7 @@ class PushStream:
             self._advance()
             if isinstance(error, TimeoutError) and not isinstance(error, HixlError):
                 message = f"the stream did not open within {self._timeout:g} s"
-                raise TransferTimeoutError(message, peer=self.peer.name) from None
+                raise WaitTimeoutError(message, peer=self.peer.name) from None
             raise
         self._opened = True
         if self._state.concluding:  # aborted meanwhile
@@ -300,7 +300,7 @@ class PushStream:
                 self.peer.post(name, body)
                 return
             answer = Outcome.parse(await self.peer.request(name, body, timeout=self._timeout))
-        except (PeerLostError, ClosedError) as error:
+        except (PeerDownError, ClosedError) as error:
             self._on_lost(error)
         except (ProtocolError, StreamError) as error:
             self._conclude_by(Outcome(Verdict.ABORTED, f"the consumer did not accept the end of the stream: {error}"))

@@ -84,10 +84,10 @@ async def _use(scene: Scene, peer: Peer) -> None:
                 remote = None
                 remote = await peer.region("bogus", timeout=0.02)
             transfer = scene.victim.write(
-                region[0 : min(4096, remote.size)], remote[0 : min(4096, remote.size)], deadline=0.2
+                region[0 : min(4096, remote.size)], remote[0 : min(4096, remote.size)], timeout=0.2
             )
             await transfer
-            await scene.victim.read(region[0:1], remote[remote.size - 1 : remote.size], deadline=0.2)
+            await scene.victim.read(region[0:1], remote[remote.size - 1 : remote.size], timeout=0.2)
         with contextlib.suppress(HixlError):
             await peer.request("anything", {}, timeout=0.02)
         await asyncio.sleep(0)

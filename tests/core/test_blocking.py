@@ -418,8 +418,8 @@ async def test_work_may_use_memory_that_is_not_ready() -> None:
 async def test_a_deadline_takes_memory_back_from_a_transport_that_hangs(world: World) -> None:
     world.plan.stuck(nth=1)
     buffer = bytearray(b"stuck")
-    transfer = world.write(buffer, deadline=0.02)
-    with pytest.raises(TransferTimeoutError, match="deadline"):
+    transfer = world.write(buffer, timeout=0.02)
+    with pytest.raises(TransferTimeoutError, match="timeout"):
         await transfer
     await transfer.drained()
     buffer.append(1)
@@ -442,7 +442,7 @@ async def test_cancelling_costs_no_link_until_nothing_moves() -> None:
     plan = FaultPlan(1).stuck(nth=1)
     async with engine_pair(faulty("shm", plan), stall=0.5) as pair:
         _, remote = await pair.region("there", 64)
-        transfer = pair.left.write(bytes(8), remote[0:8], deadline=0.01)
+        transfer = pair.left.write(bytes(8), remote[0:8], timeout=0.01)
         transfer.cancel()
         await asyncio.sleep(0.05)
         assert plan.holding == 1, "a cancel gave the link up"
@@ -461,7 +461,7 @@ async def test_what_can_be_cancelled_is_not_abandoned(monkeypatch: pytest.Monkey
     async with engine_pair(faulty("shm", plan)) as pair:
         _, remote = await pair.region("there", 64)
         for calls in (0, 1):
-            transfer = pair.left.write(bytes(8), remote[0:8], deadline=0.01)
+            transfer = pair.left.write(bytes(8), remote[0:8], timeout=0.01)
             with pytest.raises(TransferTimeoutError):
                 await transfer
             assert len(asked) == calls, "cancelling was enough" if calls == 0 else "nobody told the driver"

@@ -16,8 +16,8 @@ from .conftest import World
 async def test_deadline(world: World) -> None:
     world.plan.hold(nth=1)
     before = time.monotonic()
-    with pytest.raises(TransferTimeoutError, match=r"missed its deadline of 0\.05 s") as caught:
-        await world.write(deadline=0.05)
+    with pytest.raises(TransferTimeoutError, match=r"did not finish within its timeout of 0\.05 s") as caught:
+        await world.write(timeout=0.05)
     assert 0.045 < time.monotonic() - before < 1
     assert caught.value.retryable
     assert caught.value.peer == "right"
@@ -27,29 +27,29 @@ async def test_deadline(world: World) -> None:
 
 async def test_deadline_that_is_met(world: World) -> None:
     world.plan.delay(0.01, nth=1)
-    assert await world.write(deadline=5) == 5
-    assert await world.write(deadline=0.001) == 5, "done inside the call"
+    assert await world.write(timeout=5) == 5
+    assert await world.write(timeout=0.001) == 5, "done inside the call"
     await asyncio.sleep(0.01)
     assert world.left.stats().failed == 0
 
 
 async def test_deadline_holds_although_there_is_progress(world: World) -> None:
     world.plan.bandwidth(1e6)
-    with pytest.raises(TransferTimeoutError, match="deadline"):
-        await world.left.write(world.here[0:500_000], world.remote[0:500_000], deadline=0.05)
+    with pytest.raises(TransferTimeoutError, match="timeout"):
+        await world.left.write(world.here[0:500_000], world.remote[0:500_000], timeout=0.05)
 
 
 async def test_deadline_of_a_batch_and_a_read(world: World) -> None:
     world.plan.hold()
     with pytest.raises(TransferTimeoutError):
-        await world.left.submit(world.batch([(0, 0, 8)]), deadline=0.01)
+        await world.left.submit(world.batch([(0, 0, 8)]), timeout=0.01)
     with pytest.raises(TransferTimeoutError):
-        await world.left.read(bytearray(8), world.remote[0:8], deadline=0.01)
+        await world.left.read(bytearray(8), world.remote[0:8], timeout=0.01)
 
 
 async def test_deadline_of_a_cancelled_transfer_does_nothing(world: World) -> None:
     world.plan.hold(nth=1)
-    transfer = world.write(deadline=0.01)
+    transfer = world.write(timeout=0.01)
     transfer.cancel()
     await asyncio.sleep(0.02)
     assert transfer.state is TransferState.CANCELLED
@@ -57,7 +57,7 @@ async def test_deadline_of_a_cancelled_transfer_does_nothing(world: World) -> No
 
 async def test_many_deadlines_at_once(world: World) -> None:
     world.plan.late()
-    transfers = [world.write(b"x", i, deadline=0.01 + i * 1e-5) for i in range(200)]
+    transfers = [world.write(b"x", i, timeout=0.01 + i * 1e-5) for i in range(200)]
     outcomes = await asyncio.gather(*transfers, return_exceptions=True)
     assert all(isinstance(outcome, TransferTimeoutError) for outcome in outcomes)
     assert world.left.stats().pinned == 200

@@ -423,7 +423,7 @@ async def test_unretrieved_failure_is_reported(world: World, loop_errors: list[d
         transfer = world.write()
     else:
         world.plan.hold(nth=1)
-        transfer = world.write(deadline=0.01)
+        transfer = world.write(timeout=0.01)
     await asyncio.wait([transfer])
     await transfer.drained()
     assert loop_errors == []

@@ -82,8 +82,8 @@ async def test_c1_slots_are_not_leaked(world: World) -> None:
 async def test_c2_deadline_fails_and_only_the_driver_releases(world: World) -> None:
     buffer = bytearray(b"late!")
     world.plan.late(nth=1)
-    transfer = world.write(buffer, deadline=0.02)
-    with pytest.raises(TransferTimeoutError, match="deadline"):
+    transfer = world.write(buffer, timeout=0.02)
+    with pytest.raises(TransferTimeoutError, match="timeout"):
         await transfer
     assert transfer.state is TransferState.FAILED
     stats = world.left.stats()
@@ -105,7 +105,7 @@ async def test_c2_deadline_fails_and_only_the_driver_releases(world: World) -> N
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 async def test_c2_one_outcome_and_one_callback(world: World, fault: str, end: str) -> None:
     getattr(world.plan, fault)(nth=1)
-    transfer = world.write(bytes(100), deadline=0.02 if end == "deadline" else None)
+    transfer = world.write(bytes(100), timeout=0.02 if end == "deadline" else None)
     outcomes = []
     transfer.add_done_callback(lambda done: outcomes.append(done.state))
     if end == "cancel":

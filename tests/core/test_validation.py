@@ -235,11 +235,11 @@ async def test_peer_that_left(world: World) -> None:
 
 
 OPTIONS = [
-    ({"deadline": 0}, "deadline must be a positive number of seconds"),
-    ({"deadline": -1.0}, "deadline"),
-    ({"deadline": float("nan")}, "deadline"),
-    ({"deadline": float("inf")}, "deadline"),
-    ({"deadline": "soon"}, "deadline"),
+    ({"timeout": 0}, "timeout must be a positive number of seconds"),
+    ({"timeout": -1.0}, "timeout"),
+    ({"timeout": float("nan")}, "timeout"),
+    ({"timeout": float("inf")}, "timeout"),
+    ({"timeout": "soon"}, "timeout"),
     ({"priority": "urgent"}, "priority must be 'low', 'normal' or 'high'"),
     ({"priority": 3}, "priority"),
     ({"priority": []}, "priority"),

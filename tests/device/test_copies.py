@@ -171,7 +171,7 @@ async def test_cancelling_ends_the_wait_and_not_the_pin(scene: Scene) -> None:
 
 
 async def test_a_deadline(scene: Scene) -> None:
-    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], deadline=0.02)
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], timeout=0.02)
     with pytest.raises(TransferTimeoutError):
         await transfer
     assert scene.engine.stats().pinned == 1

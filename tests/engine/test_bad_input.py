@@ -345,10 +345,10 @@ async def test_rights_of_a_batch(world: World) -> None:
 # -- options of a transfer
 
 
-@pytest.mark.parametrize("deadline", [0, -1, float("nan"), float("inf"), "1", [], True and "soon"])
-async def test_deadlines(world: World, deadline: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="deadline"):
-        world.left.write(world.local, world.remote, deadline=deadline)
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", [], True and "soon"])
+async def test_timeouts(world: World, timeout: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="timeout"):
+        world.left.write(world.local, world.remote, timeout=timeout)
 
 
 @pytest.mark.parametrize("priority", ["", "urgent", 1, [], b"high"])
@@ -485,8 +485,8 @@ async def test_driver_options(options: dict[str, Any], text: str) -> None:
 
 async def test_whatever_is_passed_by_mistake_the_message_stays_readable(world: World) -> None:
     for mistake in ("x" * 10**5, list(range(10**5)), "ä" * 10**5):
-        with pytest.raises(InvalidArgumentError, match="deadline must be a positive number") as caught:
-            world.left.write(world.local, world.remote, deadline=mistake)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentError, match="timeout must be a positive number") as caught:
+            world.left.write(world.local, world.remote, timeout=mistake)  # type: ignore[arg-type]
         assert len(str(caught.value)) < 5000
         with pytest.raises(InvalidArgumentError, match="name must be") as caught:
             world.left.allocate(mistake, 8)  # type: ignore[arg-type]

@@ -59,8 +59,8 @@ async def test_by_transfer(held: EnginePair, plan: FaultPlan) -> None:
 async def test_a_deadline_fires_long_before(held: EnginePair, plan: FaultPlan) -> None:
     """B6: the wait ends, the pin does not."""
     local, remote = await both(held)
-    transfer = held.left.write(local, remote, deadline=0.05)
-    with pytest.raises(TransferTimeoutError, match=r"missed its deadline of 0\.05 s.*drained"):
+    transfer = held.left.write(local, remote, timeout=0.05)
+    with pytest.raises(TransferTimeoutError, match=r"did not finish within its timeout of 0\.05 s.*drained"):
         await transfer
     waiting = await waits(local.drained())
     plan.release()

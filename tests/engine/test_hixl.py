@@ -211,7 +211,7 @@ async def test_memory_that_hixl_refuses(pair: EnginePair, simulate: Callable[[st
     assert caught.value.native == code
     ours = pair.left.allocate("ours", 64)
     with pytest.raises(HixlError) as failed:
-        await pair.left.write(ours, remote, deadline=5.0)
+        await pair.left.write(ours, remote, timeout=5.0)
     assert not isinstance(failed.value, PeerLostError), "the link is fine, and it is our own memory"
     simulate("FAULTS", "")
     await refused.aclose()
@@ -227,8 +227,8 @@ async def test_a_deadline_costs_the_link_and_the_next_write_works(
     await pair.left.write(here, remote)
     simulate("FAULTS", "hang@1")
     memoryview(here)[:] = b"x" * 4096
-    transfer = pair.left.write(here, remote, deadline=0.1)
-    with pytest.raises(TransferTimeoutError, match="deadline"):
+    transfer = pair.left.write(here, remote, timeout=0.1)
+    with pytest.raises(TransferTimeoutError, match="timeout"):
         await transfer
     await transfer.drained()
     simulate("FAULTS", "")
@@ -248,8 +248,8 @@ async def test_a_deadline_passes_while_hixl_stays_in_a_call(
     await pair.left.write(here, remote)
     simulate("FAULTS", "stall@1=60")
     memoryview(here)[:] = b"x" * 4096
-    transfer = pair.left.write(here, remote, deadline=0.05)
-    with pytest.raises(TransferTimeoutError, match="deadline"):
+    transfer = pair.left.write(here, remote, timeout=0.05)
+    with pytest.raises(TransferTimeoutError, match="timeout"):
         await transfer
     assert pair.left.stats().pinned == 1
     simulate("FAULTS", "")
@@ -312,7 +312,7 @@ async def test_hardware_that_fails_costs_one_transfer(
     await pair.left.write(here, remote)
     simulate("FAULTS", "transfer@1")
     with pytest.raises((PeerLostError, TransferTimeoutError)) as caught:
-        await pair.left.write(here, remote, deadline=1.0)
+        await pair.left.write(here, remote, timeout=1.0)
     assert caught.value.retryable
     simulate("FAULTS", "")
     await pair.left.write(here, remote)
@@ -331,7 +331,7 @@ async def test_a_peer_that_dies(drivers: Any) -> None:
         process.kill()
         with pytest.raises(PeerLostError):
             while True:
-                await engine.write(here, remote, deadline=2.0)
+                await engine.write(here, remote, timeout=2.0)
         await engine.drained(here)
         await until(lambda: peer.state is PeerState.DOWN)
 

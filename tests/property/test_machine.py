@@ -227,10 +227,10 @@ class Machine(RuleBasedStateMachine):
         """One descriptor, or a batch of several."""
         await self._transfer(pick, verb, count, notify)
 
-    @rule(pick=PICK, verb=st.sampled_from(["read", "write"]), deadline=st.sampled_from([0.001, 0.02]))
+    @rule(pick=PICK, verb=st.sampled_from(["read", "write"]), timeout=st.sampled_from([0.001, 0.02]))
     @on_loop
-    async def transfer_with_deadline(self, pick: int, verb: str, deadline: float) -> None:
-        await self._transfer(pick, verb, 1, False, deadline=deadline, priority="high")
+    async def transfer_with_timeout(self, pick: int, verb: str, timeout: float) -> None:
+        await self._transfer(pick, verb, 1, False, timeout=timeout, priority="high")
 
     async def _transfer(self, pick: int, verb: str, count: int, notify: bool, **options: Any) -> None:
         chosen = await self._import(pick)

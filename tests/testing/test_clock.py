@@ -64,7 +64,7 @@ def test_a_deadline_of_an_hour() -> None:
         plan = FaultPlan(1).hold()
         async with engine_pair(drivers=faulty("shm", plan), stall=1e6) as pair:
             _, remote = await pair.region()
-            transfer = pair.left.write(b"x", remote[0:1], deadline=3600)
+            transfer = pair.left.write(b"x", remote[0:1], timeout=3600)
             await clock().advance(3599)
             assert not transfer.done()
             await clock().advance(1)
