@@ -47,7 +47,7 @@ def test_blocks_run(
 def run(block: Block, runner: asyncio.Runner, namespace: dict[str, Any]) -> None:
     """Run a program as it is, and anything else as a line typed into ``python -m asyncio``: with the loop running."""
     code = block.compile()
-    if "asyncio.run(" in block.code:
+    if "asyncio.run(" in block.code or "asyncio.Runner(" in block.code:
         exec(code, namespace)
         return
 
