@@ -343,7 +343,9 @@ def test_libraries_of_users_are_never_imported_for_them() -> Iterator[Violation]
 @rule
 def test_only_the_configuration_reads_the_environment() -> Iterator[Violation]:
     for source in SOURCES:
-        if source.path.name == "config.py" or source.unit == "testing":  # testing hands it on to the processes that it starts
+        if (
+            source.path.name == "config.py" or source.unit == "testing"
+        ):  # testing hands it on to the processes that it starts
             continue
         for node, _, _ in source.nodes():
             reads = isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")

@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from hixl_async import BusyError, ConnectError, Engine, HixlError, Peer, PeerLostError, PeerState, StaleRegionError
+from hixl_async import (
+    BusyError,
+    ConnectError,
+    Engine,
+    HixlError,
+    Peer,
+    PeerDownError,
+    PeerLostError,
+    PeerState,
+    StaleRegionError,
+)
 from hixl_async.testing import PeerProcess, peer_process, until
 
 Figure = Callable[[str, float], None]
@@ -48,7 +58,7 @@ async def test_the_owner_is_killed_with_everything_in_flight(figure: Figure) -> 
         figure("owner killed: until the loss is told", await lost - killed)
         for end in (asking, waiting):
             error = await _failure(end)
-            assert isinstance(error, PeerLostError)
+            assert isinstance(error, PeerDownError)
         assert peer.confirmed_dead
         assert peer.state is PeerState.DOWN
         await fencing
@@ -58,7 +68,7 @@ async def test_the_owner_is_killed_with_everything_in_flight(figure: Figure) -> 
         assert isinstance(writes[-1].exception(), PeerLostError), "that much cannot have been done in time"
         figure("owner killed: until all 40 transfers ended", time.perf_counter() - killed)
         await asyncio.gather(*(transfer.drained() for transfer in writes + reads))
-        with pytest.raises(PeerLostError, match="connect again"):
+        with pytest.raises(PeerDownError, match="connect again"):
             engine.write(local, remote)
         await until(lambda: engine.stats().peers == 0)
         assert engine.stats().remote_regions == engine.stats().pinned == 0
@@ -106,7 +116,7 @@ async def test_the_writer_is_killed_in_the_middle(round: int, figure: Figure) ->
         process.kill()
         error = await lost
         figure("writer killed: until the loss is told", time.perf_counter() - killed)
-        assert isinstance(error, PeerLostError)
+        assert isinstance(error, PeerDownError)
         await peer.fenced()
         assert peer.confirmed_dead
         await region.aclose()
@@ -176,7 +186,7 @@ async def test_killed_and_restarted_at_the_same_address(figure: Figure) -> None:
                 assert peer not in peers
                 remote = await peer.region("kv")
                 for old in remotes:
-                    with pytest.raises((PeerLostError, StaleRegionError)):
+                    with pytest.raises((PeerDownError, StaleRegionError)):
                         await engine.write(bytes(4096), old)
                 await engine.write(bytes(4096), remote)
                 remotes.append(remote)

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from hixl_async import ConnectError, Engine, PeerState, TransferTimeoutError
+from hixl_async import (
+    ConnectError,
+    Engine,
+    PeerState,
+    RequestTimeoutError,
+    WaitTimeoutError,
+)
 from hixl_async.testing import peer_process, until
 
 SIZE = 64 << 20
@@ -28,7 +34,7 @@ async def test_a_writer_is_stopped_in_the_middle(caplog: pytest.LogCaptureFixtur
         for _ in range(3):
             await notes.get()
         process.stop()
-        with pytest.raises(TransferTimeoutError):
+        with pytest.raises(RequestTimeoutError):
             await engine.peers[0].request("hixl.ping", {}, timeout=0.1)
         with caplog.at_level(logging.WARNING, "hixl_async"):
             await region.aclose()
@@ -76,9 +82,9 @@ async def test_a_stopped_owner_stops_no_copies_but_its_answers() -> None:
         await engine.write(bytes(SIZE), remote)
         back = bytearray(4096)
         await engine.read(back, remote[0:4096])
-        with pytest.raises(TransferTimeoutError):
+        with pytest.raises(RequestTimeoutError):
             await peer.request("hixl.ping", {}, timeout=0.1)
-        with pytest.raises(TransferTimeoutError):
+        with pytest.raises(WaitTimeoutError):
             await peer.region("other", timeout=0.1)
         assert peer.state is PeerState.UP
         process.resume()

@@ -20,7 +20,7 @@ import pytest_asyncio
 from hixl_async.control import Connection, codec
 from hixl_async.control import channel as channel_module
 from hixl_async.control import connection as connection_module
-from hixl_async.errors import ClosedError, ConnectError, HixlError, PeerLostError, ProtocolError
+from hixl_async.errors import ClosedError, ConnectError, HixlError, PeerDownError, ProtocolError
 
 from .sides import SECRET, HostFactory, Inbox, close_all, elsewhere, is_open, memory, passes, same_file
 
@@ -102,7 +102,7 @@ class TestMessages:
         inbox = Inbox(theirs)
         assert inbox.messages.empty()
         assert [(await inbox.get()).body["n"] for _ in range(200)] == list(range(200))
-        assert isinstance(await inbox.lost, PeerLostError)
+        assert isinstance(await inbox.lost, PeerDownError)
 
     async def test_that_came_with_the_end_of_the_handshake_are_delivered(
         self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
@@ -267,7 +267,7 @@ class TestDescriptors:
         descriptor = memory()
         while mine._queued_descriptors < 8:
             mine.send("x", {"text": "y" * 10_000}, [descriptor])
-        mine.abort(PeerLostError("enough"))
+        mine.abort(PeerDownError("enough"))
         os.close(descriptor)  # the no_leaks fixture does the rest
 
     async def test_of_other_kinds_are_refused(self, unix: Pair, tmp_path: Any) -> None:
@@ -324,7 +324,7 @@ class TestDescriptors:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         sock(mine).sendmsg([b""], rights)
         os.close(descriptor)
-        assert isinstance(await inbox.lost, PeerLostError)
+        assert isinstance(await inbox.lost, PeerDownError)
 
     async def test_beside_too_long_a_message_are_closed(self, unix: Pair) -> None:
         mine, theirs = unix
@@ -365,7 +365,7 @@ class TestIsLost:
         inbox = Inbox(theirs)
         await mine.aclose()
         error = await inbox.lost
-        assert isinstance(error, PeerLostError)
+        assert isinstance(error, PeerDownError)
         assert error.peer == theirs.identity.name
         assert "lost" in repr(theirs)
         with pytest.raises(ClosedError, match="is lost"):
@@ -373,19 +373,19 @@ class TestIsLost:
 
     async def test_before_start(self, pair: Pair) -> None:
         mine, theirs = pair
-        theirs.abort(PeerLostError("given up"))
+        theirs.abort(PeerDownError("given up"))
         inbox = Inbox(theirs)
         assert not inbox.lost.done()
         assert "given up" in str(await inbox.lost)
-        assert isinstance(await Inbox(mine).lost, PeerLostError)
+        assert isinstance(await Inbox(mine).lost, PeerDownError)
 
     async def test_when_something_is_sent_to_nobody(self, pair: Pair) -> None:
         mine, theirs = pair
         inbox = Inbox(mine)
-        theirs.abort(PeerLostError("gone"))
+        theirs.abort(PeerDownError("gone"))
         with pytest.raises(ClosedError):
             send_for_ever(mine, {})
-        assert isinstance(await inbox.lost, PeerLostError)
+        assert isinstance(await inbox.lost, PeerDownError)
 
     async def test_after_what_the_other_side_had_said(self, pair: Pair) -> None:
         """Also if it closes with messages unread, so that the kernel resets the connection."""
@@ -396,7 +396,7 @@ class TestIsLost:
         inbox = Inbox(mine)
         if mine.same_host:
             assert (await inbox.get()).kind == "last"
-        assert isinstance(await inbox.lost, PeerLostError)
+        assert isinstance(await inbox.lost, PeerDownError)
 
     @pytest.mark.parametrize("what", ["half a message", "messages that mean work"])
     async def test_behind_what_takes_another_pass(self, pair: Pair, what: str) -> None:
@@ -413,14 +413,14 @@ class TestIsLost:
         lost = asyncio.get_running_loop().create_future()
         mine.start(lambda *message: time.sleep(0.002), lost.set_result)
         async with asyncio.timeout(10):
-            assert isinstance(await lost, PeerLostError)
+            assert isinstance(await lost, PeerDownError)
 
     async def test_when_nonsense_comes(self, pair: Pair) -> None:
         mine, theirs = pair
         inbox = Inbox(theirs)
         sock(mine).send(b"\0\0\0\x20" + b"nonsense" * 4)
         assert isinstance(await inbox.lost, ProtocolError)
-        assert isinstance(await Inbox(mine).lost, PeerLostError)
+        assert isinstance(await Inbox(mine).lost, PeerDownError)
 
     async def test_when_the_callback_refuses_a_message(self, pair: Pair) -> None:
         mine, theirs = pair
@@ -456,7 +456,7 @@ class TestIsLost:
         mine.abort(ConnectError("again"))
         assert not inbox.lost.done()
         assert await inbox.lost is error
-        assert isinstance(await other.lost, PeerLostError)
+        assert isinstance(await other.lost, PeerDownError)
 
     async def test_when_the_other_side_does_not_read(self, pair: Pair) -> None:
         mine, _theirs = pair
@@ -464,7 +464,7 @@ class TestIsLost:
         with pytest.raises(ClosedError):
             send_for_ever(mine, {"text": "y" * 1000})
         error = await inbox.lost
-        assert isinstance(error, PeerLostError)
+        assert isinstance(error, PeerDownError)
         assert "does not read" in str(error)
         assert not mine._queue
 
@@ -501,7 +501,7 @@ class TestIsLost:
         mine, theirs = pair
         told: asyncio.Queue[HixlError] = asyncio.Queue()
         theirs.start(lambda *_: None, told.put_nowait)
-        theirs.abort(PeerLostError("one"))
+        theirs.abort(PeerDownError("one"))
         await mine.aclose()
         await told.get()
         await theirs.aclose()
@@ -512,7 +512,7 @@ class TestIsLost:
         mine, theirs = pair
         told: list[HixlError] = []
         theirs.start(lambda *_: None, told.append)
-        theirs.abort(PeerLostError("one"))
+        theirs.abort(PeerDownError("one"))
         await theirs.aclose()
         await mine.aclose()
         await passes(3)
@@ -566,7 +566,7 @@ class TestCloses:
         mine, theirs = pair
         while not mine._queue and mine._channel.flush():
             mine.send("x", {"text": "y" * 60_000})
-        theirs.abort(PeerLostError("gone"))
+        theirs.abort(PeerDownError("gone"))
         async with asyncio.timeout(0.5):
             await mine.aclose()
         assert "closed" in repr(mine)

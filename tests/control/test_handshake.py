@@ -23,7 +23,7 @@ from hixl_async.errors import (
     ConnectError,
     HixlError,
     InvalidArgumentError,
-    PeerLostError,
+    PeerDownError,
     ProtocolError,
 )
 
@@ -328,7 +328,7 @@ class TestRefusal:
 
     def test_of_another_kind_is_a_connect_error(self) -> None:
         with pytest.raises(ConnectError, match="because") as caught:
-            raise_if_refusal(refusal(PeerLostError("because")))
+            raise_if_refusal(refusal(PeerDownError("because")))
         assert type(caught.value) is ConnectError
 
     @pytest.mark.parametrize("body", [{}, {"code": 5, "text": []}, {"code": ["x"], "text": None}])

@@ -19,7 +19,7 @@ from hixl_async.control import codec, rendezvous
 from hixl_async.control.handshake import Sight
 from hixl_async.control.process import LocalUser, start_time
 from hixl_async.control.rendezvous import RendezvousName
-from hixl_async.errors import ConnectError, PeerLostError, ProtocolError
+from hixl_async.errors import ConnectError, PeerDownError, ProtocolError
 
 from .conftest import Stalls
 from .machines import PATH, dialler
@@ -111,7 +111,7 @@ class TestNonsense:
         host = await listen()
         sock = await unix_stranger(host)
         sock.send(data)
-        assert isinstance(await host.refused.get(), ProtocolError | PeerLostError)
+        assert isinstance(await host.refused.get(), ProtocolError | PeerDownError)
         await closed(sock)
         assert (await host.pair())[0].same_host
 
@@ -142,7 +142,7 @@ class TestNonsense:
             stranger = await Stranger.connect(host.address)
             await stranger.send(data)
             stranger.sock.shutdown(socket.SHUT_WR)
-            assert isinstance(await host.refused.get(), PeerLostError)
+            assert isinstance(await host.refused.get(), PeerDownError)
             await stranger.closed()
             stranger.close()
 
@@ -199,7 +199,7 @@ class TestUnixLeg:
         else:
             assert b"descriptors came before" in await closed(sock)
         os.close(descriptor)
-        assert isinstance(await host.refused.get(), ProtocolError | PeerLostError)
+        assert isinstance(await host.refused.get(), ProtocolError | PeerDownError)
 
     async def test_with_descriptors_where_the_kernel_lets_them_through(
         self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
@@ -335,7 +335,7 @@ class TestExhaustion:
             stranger = await Stranger.connect(host.address)
             stranger.close()
         for _ in range(300):
-            assert isinstance(await host.refused.get(), PeerLostError)
+            assert isinstance(await host.refused.get(), PeerDownError)
         await host.listener._doors[0].wait_empty()
         assert len(os.listdir("/proc/self/fd")) == before
 

@@ -20,7 +20,7 @@ import pytest
 
 import hixl_async
 from hixl_async.control import dial
-from hixl_async.errors import AuthenticationError, ConnectError, PeerLostError
+from hixl_async.errors import AuthenticationError, ConnectError, PeerDownError
 
 from .sides import SECRET, HostFactory, Inbox, identity, memory
 
@@ -109,7 +109,7 @@ class TestAnotherProcess:
             os.close(received)
             theirs.send("bye", {})
             assert (await other.says())["why"] == "bye"
-            assert isinstance(await inbox.lost, PeerLostError)
+            assert isinstance(await inbox.lost, PeerDownError)
 
     async def test_is_killed(self, listen: HostFactory) -> None:
         host = await listen()
@@ -120,7 +120,7 @@ class TestAnotherProcess:
             assert theirs.pidfd is not None
             asyncio.get_running_loop().add_reader(theirs.pidfd, died.set)
             theirs.send("die", {})
-            assert isinstance(await inbox.lost, PeerLostError)
+            assert isinstance(await inbox.lost, PeerDownError)
             await died.wait()
             asyncio.get_running_loop().remove_reader(theirs.pidfd)
             assert await other.end() == -signal.SIGKILL

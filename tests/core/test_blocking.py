@@ -27,6 +27,7 @@ from hixl_async import (
     InvalidArgumentError,
     TransferState,
     TransferTimeoutError,
+    WaitTimeoutError,
     drivers,
 )
 from hixl_async.testing import FaultPlan, engine_pair, faulty, until
@@ -371,7 +372,7 @@ async def test_an_importer_that_does_not_wait_leaves_no_pin() -> None:
     plan = FaultPlan(1).hold(verb="ready")
     async with engine_pair(other=faulty("shm", plan)) as pair:
         region = pair.right.allocate("kv", 64, access="write")
-        with pytest.raises(TransferTimeoutError):
+        with pytest.raises(WaitTimeoutError):
             await pair.peer.region("kv", timeout=0.05)
         again = asyncio.create_task(pair.peer.region("kv"))
         await asyncio.sleep(0.02)

@@ -117,7 +117,8 @@ async def test_c7_views_outlive_the_engine() -> None:
 # A process of its own, for what it leaks on purpose is a leak.
 STUCK = """
     import asyncio, gc, sys, time
-    from hixl_async import ClosedError, engine
+    from hixl_async import TransferError
+    from hixl_async.engine import engine
     from hixl_async.testing import FaultPlan, engine_pair, faulty
 
     engine.LINGER = 0.3
@@ -140,7 +141,7 @@ STUCK = """
             for waiter in (drained, by_buffer):
                 try:
                     await waiter
-                except ClosedError as error:
+                except TransferError as error:
                     assert "leaked" in str(error)
                 else:
                     raise AssertionError("drained() promised what is not so")

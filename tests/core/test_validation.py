@@ -19,7 +19,7 @@ from hixl_async import (
     BufferTypeError,
     ClosedError,
     InvalidArgumentError,
-    PeerLostError,
+    PeerDownError,
     RangeError,
     Region,
     RegionSlice,
@@ -224,7 +224,7 @@ async def test_peer_that_left(world: World) -> None:
         lambda: world.left.submit(batch),
         lambda: world.left.notify(world.peer, "topic"),
     ):
-        with pytest.raises(PeerLostError) as caught:
+        with pytest.raises(PeerDownError) as caught:
             call()
         assert caught.value.retryable
         assert "right" in str(caught.value)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from hixl_async import BufferTypeError, Engine, PeerLostError, TransferError, TransferTimeoutError
+from hixl_async import (
+    BufferTypeError,
+    DriverError,
+    Engine,
+    PeerLostError,
+    TransferError,
+    TransferTimeoutError,
+)
 from hixl_async.core.device_copies import DeviceCopies
 from hixl_async.engine.region import Operand
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
@@ -191,7 +198,7 @@ async def test_the_device_fails(scene: Scene) -> None:
 
 async def test_the_device_refuses(scene: Scene) -> None:
     scene.device.refusal = RuntimeError("out of memory")
-    with pytest.raises(TransferError, match="refused.*out of memory"):
+    with pytest.raises(DriverError, match="refused.*out of memory"):
         scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
     assert scene.engine.stats().pinned == 0
     scene.device.refusal = None

@@ -26,7 +26,7 @@ from hixl_async import (
     EngineConfig,
     HixlError,
     InvalidArgumentError,
-    PeerLostError,
+    PeerDownError,
     RangeError,
     Region,
     RemoteRegion,
@@ -235,7 +235,7 @@ async def test_dead_memory_and_dead_peers() -> None:
         await pair.right.aclose()
         await until(lambda: not pair.left.peers)
         for call in (lambda: pair.left.write(local, remote), lambda: pair.left.submit(batch)):
-            with pytest.raises(PeerLostError, match="'right'"):
+            with pytest.raises(PeerDownError, match="'right'"):
                 call()
         assert pair.left.stats().pinned == 0
 

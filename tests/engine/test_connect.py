@@ -17,11 +17,11 @@ from hixl_async import (
     ConnectError,
     DriverError,
     Engine,
+    HandshakeError,
     InvalidArgumentError,
     NoRouteError,
-    PeerLostError,
+    PeerDownError,
     PeerState,
-    ProtocolError,
     StaleRegionError,
 )
 from hixl_async.control import codec
@@ -224,14 +224,14 @@ HELLO = {
 @pytest.mark.parametrize(
     ("answer", "error", "text"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "limit"),
-        (b"\0\0\0\2{}", ProtocolError, "not a valid message"),
-        (b"\xff" * 100, ProtocolError, "limit"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", HandshakeError, "limit"),
+        (b"\0\0\0\2{}", HandshakeError, "not a valid message"),
+        (b"\xff" * 100, HandshakeError, "limit"),
         (b"", ConnectError, "closed"),
-        (codec.frame(codec.encode("hello", {**HELLO, "versions": [99, 101]})), ProtocolError, "versions 99 to 101"),
+        (codec.frame(codec.encode("hello", {**HELLO, "versions": [99, 101]})), HandshakeError, "versions 99 to 101"),
         (
             codec.frame(codec.encode("hello", {**HELLO, "magic": "x", "versions": [1, 1]})),
-            ProtocolError,
+            HandshakeError,
             "no hixl_async",
         ),
     ],
@@ -442,16 +442,16 @@ async def test_a_peer_restarts_at_the_same_address() -> None:
         await first.aclose()
         async with Engine(address, name="decode-0") as second:
             region = second.allocate("kv", 4, access="write")
-            with pytest.raises(PeerLostError):
+            with pytest.raises(PeerDownError):
                 dialler.write(b"2222", remote)
-            with pytest.raises(PeerLostError):
+            with pytest.raises(PeerDownError):
                 await peer.region("kv")
-            with pytest.raises(PeerLostError):
+            with pytest.raises(PeerDownError):
                 await peer.request("hixl.ping", {})
             again = await dialler.connect(address)
             assert again is not peer
             assert again.identity.incarnation == second.incarnation != peer.identity.incarnation
-            with pytest.raises((PeerLostError, StaleRegionError)):
+            with pytest.raises((PeerDownError, StaleRegionError)):
                 dialler.write(b"3333", remote)
             await dialler.write(b"4444", await again.region("kv"))
             assert bytes(memoryview(region)) == b"4444"
@@ -469,10 +469,10 @@ async def test_a_peer_that_was_closed_here() -> None:
         assert pair.peer.state is PeerState.DOWN
         with pytest.raises(ClosedError, match="closed here"):
             await pair.peer.request("hixl.ping", {})
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerDownError):
             pair.left.write(b"1234", remote)
         await until(lambda: lost)
-        assert isinstance(lost[0], PeerLostError)
+        assert isinstance(lost[0], PeerDownError)
         assert "left" in str(lost[0])
         late: list[Any] = []
         pair.back.add_lost_callback(late.append)

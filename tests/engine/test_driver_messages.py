@@ -11,7 +11,7 @@ import pytest
 from puppet import puppet, segment, stage
 from tables import table
 
-from hixl_async import Engine, PeerLostError, PeerState
+from hixl_async import Engine, PeerDownError, PeerState
 from hixl_async.core.link import MESSAGE_LIMIT
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 
@@ -116,7 +116,7 @@ async def test_messages_before_and_after_the_connection_is_up() -> None:
 async def test_a_message_into_a_connection_that_broke() -> None:
     here = FaultPlan(1)
     async with talking(here, FaultPlan(2)) as pair:
-        pair.peer._connection.abort(PeerLostError("cut"))
+        pair.peer._connection.abort(PeerDownError("cut"))
         here.say(b"into the void")
         await until(lambda: pair.peer.state is PeerState.DOWN)
 
@@ -149,7 +149,7 @@ async def test_hostile_messages_cost_the_connection(body: dict[str, Any], says: 
             await other.lost
             await until(lambda: peer.state is PeerState.DOWN)
             assert says in str(peer.error)
-            assert isinstance(peer.error, PeerLostError)
+            assert isinstance(peer.error, PeerDownError)
 
 
 async def test_a_message_before_the_link_is_joined() -> None:

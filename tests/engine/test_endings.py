@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from puppet import ARMED, GONE, HEAD, puppet
 
-from hixl_async import ClosedError, Engine, HixlError, PeerLostError, PeerState
+from hixl_async import (
+    ClosedError,
+    Engine,
+    HixlError,
+    PeerDownError,
+    PeerLostError,
+    PeerState,
+    RequestLostError,
+)
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 
 from .conftest import settle, until
@@ -64,7 +72,7 @@ async def test_closing_a_peer_that_is_leaving(pair: EnginePair) -> None:
         await until(lambda: pair.back.state is not PeerState.UP)
         await pair.back.aclose()
         await closing
-        assert isinstance(pair.back.error, PeerLostError)
+        assert isinstance(pair.back.error, PeerDownError)
         assert "left" in str(pair.back.error)
         accepted = pair.right.accepted()
         peer = await pair.left.connect(pair.right.address)
@@ -128,7 +136,7 @@ async def test_a_link_that_ends_without_goodbye(engine: Engine) -> None:
         with pytest.raises(HixlError):
             engine.notify(peer, "t", b"x")
         await until(lambda: peer.state is PeerState.DOWN)
-        with pytest.raises(PeerLostError, match="the link to peer 'puppet' broke"):
+        with pytest.raises(PeerDownError, match="the link to peer 'puppet' broke"):
             await peer.request("hixl.ping", {})
 
 
@@ -146,10 +154,11 @@ async def test_a_link_that_breaks_on_one_side_only() -> None:
         plan.break_links()
         async with asyncio.timeout(5):
             await until(lambda: pair.back.state is PeerState.DOWN)
-            for asking in (asked, pair.back.region("offered")):
-                with pytest.raises(PeerLostError, match="peer 'left' lost its link to us: broken by the fault plan"):
+            for asking, kind in ((asked, RequestLostError), (pair.back.region("offered"), PeerDownError)):
+                with pytest.raises(kind, match="peer 'left' lost its link to us: broken by the fault plan") as caught:
                     await asking
-        with pytest.raises(PeerLostError, match="the link is down"):
+                assert type(caught.value) is kind
+        with pytest.raises(PeerLostError):
             await transfer
         # What may still be written stays pinned.
         assert region.pins == 1
@@ -277,7 +286,7 @@ async def test_one_who_comes_back_before_its_past_is_over() -> None:
     async with engine_pair(drivers=faulty("shm", plan), close_timeout=1) as pair:
         region, remote = await pair.region("kv", 64)
         late = pair.left.write(bytes(64), remote)
-        pair.peer._connection.abort(PeerLostError("cut"))
+        pair.peer._connection.abort(PeerDownError("cut"))
         for peer in (pair.peer, pair.back):
             await until(lambda peer=peer: peer.state is PeerState.DOWN)
         again = await pair.left.connect(pair.right.address)
@@ -328,11 +337,11 @@ async def test_calls_into_a_connection_that_is_lost_but_not_yet_told(engine: Eng
     async with puppet(engine.address) as actor:
         await until(lambda: engine.peers)
         peer = engine.peers[0]
-        peer._connection.abort(PeerLostError("cut"))
+        peer._connection.abort(PeerDownError("cut"))
         assert peer.state is PeerState.UP
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerDownError):
             peer.post("anything", {})
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerDownError):
             await peer.request("anything", {})
         region = engine.allocate("new", 8, access="read")
         assert engine.regions == {"new": region}

@@ -21,6 +21,7 @@ from hixl_async import (
     HixlError,
     InvalidArgumentError,
     PeerLostError,
+    RequestLostError,
     WrongLoopError,
 )
 from hixl_async.testing import FaultPlan, engine_pair, faulty
@@ -295,7 +296,7 @@ async def test_close_from_a_handler_of_the_engine_itself() -> None:
             return {}
 
         pair.right.serve("close", close)
-        with pytest.raises(PeerLostError):
+        with pytest.raises(RequestLostError):
             await pair.peer.request("close", {})
         await until(lambda: pair.right.closed)
 

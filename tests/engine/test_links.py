@@ -11,7 +11,15 @@ import pytest
 from puppet import stage
 from tables import table
 
-from hixl_async import ConnectError, DriverError, Engine, PeerLostError, PeerState, ProtocolError, kv
+from hixl_async import (
+    ConnectError,
+    DriverError,
+    Engine,
+    HandshakeError,
+    PeerDownError,
+    PeerState,
+    kv,
+)
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 from tests.hixlsim.build import build
 
@@ -118,7 +126,7 @@ async def test_a_peer_that_dies_while_one_is_done_without() -> None:
         peer = await left.connect(right.address)
         assert peer.drivers == ("shm",)
         back = right.peers[0]
-        peer._connection.abort(PeerLostError("cut"))
+        peer._connection.abort(PeerDownError("cut"))
         await until(lambda: back.state is PeerState.DOWN)
         await left.aclose()
         await until(lambda: not right.stats().peers)
@@ -172,7 +180,7 @@ async def test_failures_that_nobody_expects(engine: Engine) -> None:
         actor.start()
         await actor.hear("link")
         actor.say("link.failed", driver="hixl", text="?")
-        with pytest.raises(ProtocolError, match="'hixl' that nobody expects"):
+        with pytest.raises(HandshakeError, match="'hixl' that nobody expects"):
             await connecting
     assert not engine.stats().peers
 

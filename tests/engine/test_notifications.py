@@ -17,7 +17,7 @@ from hixl_async import (
     ClosedError,
     Engine,
     InvalidArgumentError,
-    PeerLostError,
+    PeerDownError,
     Subscription,
     TransferTimeoutError,
 )
@@ -354,7 +354,7 @@ async def test_notify_a_peer_that_is_gone() -> None:
     async with engine_pair() as pair:
         await pair.right.aclose()
         await until(lambda: not pair.left.peers)
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerDownError):
             pair.left.notify(pair.peer, "t", b"x")
 
 

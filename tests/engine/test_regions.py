@@ -21,13 +21,13 @@ from hixl_async import (
     HixlError,
     InvalidArgumentError,
     Peer,
-    PeerLostError,
+    PeerDownError,
     PeerState,
     ProtocolError,
     Region,
     RemoteRegion,
     StaleRegionError,
-    TransferTimeoutError,
+    WaitTimeoutError,
 )
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 
@@ -140,7 +140,7 @@ async def test_rights(pair: EnginePair, granted: AccessLike) -> None:
     await pair.peer.region(other.name)
     if granted == "none":
         assert pair.peer.regions == {"other": Access.READ}
-        with pytest.raises(TransferTimeoutError, match="'kv'.*exports: other"):
+        with pytest.raises(WaitTimeoutError, match="'kv'.*exports: other"):
             await pair.peer.region("kv", timeout=0.01)
         return
     remote = await pair.peer.region("kv")
@@ -213,7 +213,7 @@ async def test_regions_that_never_come(pair: EnginePair) -> None:
     pair.right.allocate("kv", 8, access="read")
     await pair.peer.region("kv")
     for _ in range(100):
-        with pytest.raises(TransferTimeoutError, match=r"'nothing' within 0\.001 s; it exports: kv"):
+        with pytest.raises(WaitTimeoutError, match=r"'nothing' within 0\.001 s; it exports: kv"):
             await pair.peer.region("nothing", timeout=0.001)
     assert not pair.peer._imports._waiters
     with pytest.raises(HixlError, match="name must be a string"):
@@ -225,7 +225,7 @@ async def test_the_peer_goes_while_a_region_is_waited_for() -> None:
         waiting = asyncio.ensure_future(pair.peer.region("never"))
         await settle()
         await pair.right.aclose()
-        with pytest.raises(PeerLostError, match="'right' left"):
+        with pytest.raises(PeerDownError, match="'right' left"):
             await waiting
 
 
@@ -284,7 +284,7 @@ async def test_a_closed_region_is_stale_for_its_users(pair: EnginePair) -> None:
         pair.left.read(bytearray(4), batch_target)
     assert pair.peer.regions == {}
     assert pair.left.stats().remote_regions == 0
-    with pytest.raises(TransferTimeoutError):
+    with pytest.raises(WaitTimeoutError):
         await pair.peer.region("kv", timeout=0.01)
     assert pair.right.regions == {}
 
@@ -404,7 +404,7 @@ async def test_regions_of_a_peer_that_left(pair: EnginePair) -> None:
     assert mine.pins == 1
     await pair.right.aclose()
     await until(lambda: mine.pins == 0)
-    with pytest.raises(PeerLostError, match="connect again"):
+    with pytest.raises(PeerDownError, match="connect again"):
         pair.left.write(b"12345678", remote)
     assert pair.left.stats().remote_regions == 0
 

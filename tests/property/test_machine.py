@@ -34,6 +34,7 @@ from hixl_async import (
     Engine,
     HixlError,
     Peer,
+    PeerDownError,
     PeerLostError,
     PeerState,
     RangeError,
@@ -51,7 +52,7 @@ NAMES = ("a", "b", "c")
 ENGINES = st.integers(0, len(NAMES) - 1)
 PICK = st.integers(0, 1 << 16)
 #: What new work may be refused with, while ends and faults are about.
-REFUSED = (BusyError, PeerLostError, StaleRegionError, ClosedError)
+REFUSED = (BusyError, PeerDownError, StaleRegionError, ClosedError)
 #: Rules that a plan has room for.
 PLANNED = 64
 FAULTS = ("delay", "fail", "hold", "late", "stall", "busy", "pending", "reorder", "drop_peer")
@@ -197,7 +198,7 @@ class Machine(RuleBasedStateMachine):
         peer = await self._connect(user, owner)
         try:
             remote = await peer.region(name, timeout=5)
-        except (PeerLostError, ClosedError):
+        except (PeerDownError, ClosedError):
             assert self.plan.counts.broken
             return None
         self.imports.append(Import(user, owner, memory, remote))
@@ -287,7 +288,7 @@ class Machine(RuleBasedStateMachine):
     @on_loop
     async def ask(self, one: int, pick: int) -> None:
         if (peer := self._peer(one, pick)) is not None:
-            with contextlib.suppress(PeerLostError, ClosedError):
+            with contextlib.suppress(PeerDownError, ClosedError):
                 assert await peer.request("hixl.ping", {"n": pick}) == {"n": pick}
 
     @rule(pick=PICK, count=st.integers(1, 3))

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from hixl_async import BusyError, PeerLostError, Region, RemoteRegion, Transfer, TransferError
+from hixl_async import (
+    BusyError,
+    PeerDownError,
+    PeerLostError,
+    Region,
+    RemoteRegion,
+    Transfer,
+    TransferError,
+)
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
 
@@ -357,7 +365,7 @@ async def test_fail_breaks_the_link(world: World) -> None:
     with pytest.raises(PeerLostError):
         await world.write()
     await until(lambda: world.pair.peer.state.value == "down")
-    with pytest.raises(PeerLostError):
+    with pytest.raises(PeerDownError):
         world.write()
     await until(lambda: world.pair.back.state.value == "down")
 

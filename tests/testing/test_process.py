@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from hixl_async import Engine, InvalidArgumentError, PeerLostError, TransferTimeoutError
+from hixl_async import (
+    Engine,
+    InvalidArgumentError,
+    PeerDownError,
+    RequestTimeoutError,
+)
 from hixl_async.testing import FaultPlan, PeerProcessError, peer_process, until
 
 
@@ -68,7 +73,7 @@ async def test_kill() -> None:
         process.kill()
         assert await process.exited() == -signal.SIGKILL
         await until(lambda: peer.confirmed_dead)
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerDownError):
             engine.write(b"x", remote[0:1])
         with pytest.raises(PeerProcessError, match="has ended"):
             await process.stats()
@@ -80,7 +85,7 @@ async def test_stop_and_resume() -> None:
         remote = await peer.region("kv")
         process.stop()
         assert await engine.write(b"one-sided", remote[0:9]) == 9
-        with pytest.raises(TransferTimeoutError):
+        with pytest.raises(RequestTimeoutError):
             await peer.request("anything", {}, timeout=0.05)
         process.resume()
         assert await process.peek("kv", 0, 9) == b"one-sided"
