@@ -63,7 +63,11 @@ def blocks(page: Path) -> Iterator[Block]:
         if code.startswith("--8<--"):
             continue  # an example, which has tests of its own
         output = None
-        if following is not None and following["language"] == "text" and not text[match.end() : following.start()].strip():
+        if (
+            following is not None
+            and following["language"] == "text"
+            and not text[match.end() : following.start()].strip()
+        ):
             output = inspect.cleandoc("\n" + following["code"])
         above = text.count("\n", 0, match.start("hidden" if hidden else "code"))
         yield Block(page, above, code, match["only"] is None, match["title"], output)

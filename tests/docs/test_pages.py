@@ -24,7 +24,11 @@ WITH_CODE = [name for name, page in NAMES.items() if any(block.runs for block in
 
 @pytest.mark.parametrize("name", WITH_CODE)
 def test_blocks_run(
-    name: str, runner: asyncio.Runner, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    runner: asyncio.Runner,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "page"}
