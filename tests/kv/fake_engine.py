@@ -203,7 +203,7 @@ class Peer:
         handler = self.engine.handlers.get(service)
         try:
             if handler is None:
-                raise InvalidArgumentError(f"nobody serves {service}")
+                raise InvalidArgumentError(f"no handler serves {service}")
             answer = json.loads(json.dumps(handler(self, body)))
         except HixlError as error:
             failure = error
