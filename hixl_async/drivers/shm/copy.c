@@ -69,8 +69,8 @@ uint64_t shm_progress(hxa_link *link, const hxa_op *op) {
 static int same_user(pid_t pid) {
     char path[40], text[1024];
     snprintf(path, sizeof path, "/proc/%d/status", pid);
-    const int fd = open(path, O_RDONLY | O_CLOEXEC);
-    const ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    const int fd = HXA_RETRY(open(path, O_RDONLY | O_CLOEXEC));
+    const ssize_t got = fd < 0 ? -1 : HXA_RETRY(read(fd, text, sizeof text - 1));
     if (fd >= 0) close(fd);
     if (got <= 0) return 0;
     text[got] = '\0';
@@ -88,7 +88,7 @@ int shm_vm_probe(hxa_link *link, const shm_link_card *card) {
     if (pidfd < 0) return errno;
     uint64_t found = 0;
     struct iovec here = {&found, sizeof found}, there = {(void *)(uintptr_t)card->token_at, sizeof found};
-    const ssize_t got = process_vm_readv((pid_t)card->pid, &here, 1, &there, 1, 0);
+    const ssize_t got = HXA_RETRY(process_vm_readv((pid_t)card->pid, &here, 1, &there, 1, 0));
     const int error = got < 0 ? errno : got != sizeof found || found != card->token ? ESRCH : 0;
     if (error != 0) {
         close(pidfd);
@@ -112,10 +112,18 @@ static void vm_failed(shm_outcome *out, int error, uint32_t index) {
     }
 }
 
-/* A dead process's number may be another process's by now. */
+/* The number of a dead process may be that of another process by now. */
 static int vm_alive(const hxa_link *link) {
     struct pollfd peer = {.fd = link->pidfd, .events = POLLIN};
-    return poll(&peer, 1, 0) == 0;
+    return HXA_RETRY(poll(&peer, 1, 0)) == 0;
+}
+
+/* The bytes that moved, or a negative errno; never 0. */
+static ssize_t vm_move(const hxa_link *link, uint32_t verb, struct iovec *here, struct iovec *there, unsigned long n) {
+    if (!vm_alive(link)) return -ESRCH;
+    const ssize_t got = HXA_RETRY(verb == HXA_READ ? process_vm_readv(link->peer_pid, here, n, there, n, 0)
+                                                   : process_vm_writev(link->peer_pid, here, n, there, n, 0));
+    return got > 0 ? got : got == 0 ? -EFAULT : -errno;
 }
 
 static uint8_t *local_at(const hxa_desc *desc) {
@@ -178,14 +186,9 @@ static int vm_copy(hxa_link *link, const hxa_batch *batch, cursor *at, shm_outco
         there[n] = (struct iovec){desc->rmem->base + desc->roff + next.offset, bytes};
         advance(batch, &next, bytes);
     }
-    ssize_t got = -1;
-    errno = ESRCH;
-    if (vm_alive(link)) {
-        got = batch->verb == HXA_READ ? process_vm_readv(link->peer_pid, here, n, there, n, 0)
-                                      : process_vm_writev(link->peer_pid, here, n, there, n, 0);
-    }
-    if (got <= 0) {
-        vm_failed(out, got == 0 ? EFAULT : errno, at->index);
+    const ssize_t got = vm_move(link, batch->verb, here, there, n);
+    if (got < 0) {
+        vm_failed(out, (int)-got, at->index);
         return 0;
     }
     out->bytes += (uint64_t)got;
@@ -225,10 +228,9 @@ int32_t shm_signal_store(hxa_link *link, const hxa_batch *batch, shm_outcome *ou
     if (batch->signal->kind == SHM_REMOTE) {
         struct iovec here = {(void *)(uintptr_t)&batch->signal_value, 8}, there = {word, 8};
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
-        errno = ESRCH;
-        const ssize_t got = vm_alive(link) ? process_vm_writev(link->peer_pid, &here, 1, &there, 1, 0) : -1;
+        const ssize_t got = vm_move(link, HXA_WRITE, &here, &there, 1);
         if (got != 8) {
-            vm_failed(out, got < 0 ? errno : EFAULT, 0);
+            vm_failed(out, got < 0 ? (int)-got : EFAULT, 0);
             out->failed = -1;
             return out->status;
         }

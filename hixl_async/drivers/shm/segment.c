@@ -52,9 +52,9 @@ static int status_of(int error) {
 /* The number after `key` in a file of the kernel's, in bytes; UINT64_MAX if there is none ("max", or no such file). */
 static uint64_t kernel_number(const char *path, const char *key, uint64_t unit) {
     char text[2048];
-    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    const int fd = HXA_RETRY(open(path, O_RDONLY | O_CLOEXEC));
     if (fd < 0) return UINT64_MAX;
-    const ssize_t got = read(fd, text, sizeof text - 1);
+    const ssize_t got = HXA_RETRY(read(fd, text, sizeof text - 1));
     close(fd);
     if (got <= 0) return UINT64_MAX;
     text[got] = '\0';
@@ -71,17 +71,28 @@ static int fits(uint64_t bytes) {
     return bytes <= kernel_number("/sys/fs/cgroup/memory.max", "", 1);
 }
 
+/* Answers 0 or errno.  Signals wait meanwhile: many kernels undo all that an interrupted fallocate has done, so that one which
+ * takes longer than the time between two signals would begin again for ever. */
+static int allocate_pages(int fd, uint64_t bytes) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = HXA_RETRY(fallocate(fd, 0, 0, (off_t)bytes)) < 0 ? errno : 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
 /* A memfd of whole pages, not sealed yet.  Answers 0 or a negative hxa_status. */
 int shm_segment_create(const char *name, uint64_t bytes, int *fd) {
     if (bytes == 0 || bytes > (uint64_t)INT64_MAX || (bytes > ASK_ABOVE && !fits(bytes))) return -HXA_E_NOMEM;
     int made = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
     if (made < 0 && errno == EINVAL) made = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);      /* before Linux 6.3 */
     if (made < 0) return status_of(errno);
-    int failed;
-    if (fchmod(made, 0400) < 0 || ftruncate(made, (off_t)bytes) < 0) failed = 1;
-    else do failed = fallocate(made, 0, 0, (off_t)bytes); while (failed && errno == EINTR);
-    if (failed) {
-        const int status = status_of(errno);
+    int error = 0;
+    if (fchmod(made, 0400) < 0 || HXA_RETRY(ftruncate(made, (off_t)bytes)) < 0) error = errno;
+    else error = allocate_pages(made, bytes);
+    if (error != 0) {
+        const int status = status_of(error);
         close(made);
         return status;
     }
@@ -148,8 +159,8 @@ void shm_segment_unmap_peer(uint8_t *base, uint64_t bytes) {
 /* Takes the page faults of a mapping now.  Answers 0 or errno.  Never changes a byte: a write fault stores nothing. */
 int shm_segment_populate(uint8_t *base, uint64_t bytes, int writable) {
     int failed;
-    do failed = madvise(base, bytes, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
-    while (failed && (errno == EINTR || errno == EAGAIN));
+    do failed = HXA_RETRY(madvise(base, bytes, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ)) < 0;
+    while (failed && errno == EAGAIN);
     if (!failed) return 0;
     if (errno != EINVAL) return errno;
     /* Before Linux 5.14. */
@@ -161,7 +172,7 @@ int shm_segment_populate(uint8_t *base, uint64_t bytes, int writable) {
 int shm_segment_reader(int fd, int *reader) {
     char path[40];
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    const int made = open(path, O_RDONLY | O_CLOEXEC);
+    const int made = HXA_RETRY(open(path, O_RDONLY | O_CLOEXEC));
     if (made < 0) return status_of(errno);
     *reader = made;
     return 0;

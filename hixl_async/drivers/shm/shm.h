@@ -28,6 +28,7 @@
 #include <sys/types.h>
 
 #include "hxa_driver.h"
+#include "hxa_retry.h"
 
 #define SHM_INTERNAL __attribute__((visibility("hidden")))
 
