@@ -398,6 +398,7 @@ class Link:
     def connect(self, card: CCard) -> Link:
         op = Op(self.instance)
         op.accepted("link_connect", self.vt.link_connect(self.handle, c.byref(take(card)), op.pointer)).ok()
+        self.more = True  # the core polls once, whatever the descriptor says
         return self
 
     @property

@@ -321,7 +321,7 @@ static int waiting(hxa_link *link) {
     shm_half *own = link->own;
     if (link->fence != NULL && fence_came(link)) return 1;
     if (shm_load(&link->fenced) == 0 && shm_load_sc(&link->peer->fence) != 0) return 1;
-    if (shm_load(&link->down) == 0 && (link->eof || shm_load_sc(&own->gone) != 0)) return 1;
+    if (shm_load(&link->down) == 0 && (link->bell_end != 0 || shm_load_sc(&own->gone) != 0)) return 1;
     if (shm_load(&link->state) != SHM_UP) return 0;
     if (shm_load_sc(&own->head) != link->tail || shm_load_sc(&own->signals) != link->signals_seen) return 1;
     return shm_notes_ready(link);
@@ -331,10 +331,10 @@ int shm_poll(hxa_link *link, uint32_t budget) {
     if (link->peer == NULL) return 0;
     shm_half *own = link->own;
     shm_store_sc(&own->armed, 0u);     /* awake: no need to ring */
-    if (!link->more && !link->eof) {
+    if (!link->more && link->bell_end == 0) {
         const ssize_t rings = shm_bell_clear(link->peer_bell, link->self->nowait);
         if (rings > 0) shm_bump(&link->self->loop.wakes_received, (uint64_t)rings);
-        link->eof = rings == 0;
+        else link->bell_end = (int8_t)rings;
     }
     /* Read before the ring, so that what the peer sent before it left is delivered before the news that it left. */
     const uint32_t gone = shm_load_sc(&own->gone);
@@ -342,7 +342,8 @@ int shm_poll(hxa_link *link, uint32_t budget) {
     if (link->fence != NULL && fence_came(link)) end_fence(link);
     int more = 0;
     if (shm_load(&link->state) == SHM_UP) more = receive(link, budget);
-    if (!more && link->eof) shm_link_break(link, HXA_E_LINK, "the peer's end of the link is closed");
+    if (link->bell_end == SHM_BELL_FAULTY) shm_link_break(link, HXA_E_PROTOCOL, "the peer's doorbell cannot be read any more");
+    else if (!more && link->bell_end != 0) shm_link_break(link, HXA_E_LINK, "the peer's end of the link is closed");
     else if (!more && gone) shm_link_break(link, HXA_E_LINK, "the peer stopped the link");
     if (shm_load_sc(&link->waiting_n) != 0) shm_notes_pump(link);
     if (!more) {

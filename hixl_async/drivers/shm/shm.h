@@ -144,7 +144,7 @@ struct hxa_link {
     uint64_t tail;                     /* private: what the half says is for the producer */
     uint64_t signals_seen;
     uint8_t more;                      /* the last poll left work behind */
-    uint8_t eof;                       /* the peer's bell is closed */
+    int8_t bell_end;                   /* SHM_BELL_CLOSED or SHM_BELL_FAULTY: the peer's bell rings no more */
     uint32_t down;                     /* atomic: LINK_DOWN was reported */
 
     /* Sending; see notes.c. */
@@ -244,6 +244,8 @@ SHM_INTERNAL int shm_mem_import(hxa_link *link, const hxa_card *card, uint64_t s
 SHM_INTERNAL void shm_mem_release(hxa_mem *mem);
 
 /* ---- doorbell.c ------------------------------------------------------------------------------------------------------ */
+
+enum { SHM_BELL_CLOSED = -1, SHM_BELL_FAULTY = -2 };
 
 SHM_INTERNAL int shm_bell_new(int *write_end, int *read_end);
 SHM_INTERNAL uint32_t shm_bell_nowait(void);
