@@ -15,7 +15,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -181,12 +181,19 @@ class Puppet:
 
     # -- a well-behaved life, as far as a test wants it
 
-    async def join(self, capacity: int = 65536) -> ShmEnd:
-        """Links shm, but does not say that it is ready."""
+    async def join(self, capacity: int = 65536, bell: Callable[[int], int] | None = None) -> ShmEnd:
+        """Links shm, but does not say that it is ready.
+
+        :param bell: makes, of the read end of the doorbell, the descriptor that is passed in its place.
+        """
         offer = await self.hear("link")
         self._fds = [fd for fd in self._fds if fd not in offer.fds]
         self.link = ShmEnd(offer.fds, capacity)
-        self.say("link", driver="shm", card=text(self.link.card), fds=self.link.fds)
+        segment, read_end = self.link.fds
+        if bell is not None:
+            read_end = bell(read_end)
+            self._fds.append(read_end)
+        self.say("link", driver="shm", card=text(self.link.card), fds=[segment, read_end])
         return self.link
 
     async def up(self) -> ShmEnd:

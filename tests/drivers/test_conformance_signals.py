@@ -45,7 +45,9 @@ def ticking() -> Iterator[Timer]:
 
 
 @pytest.fixture
-def link(leakless: None, driver_name: str, driver_options: dict[str, str], open_instance) -> Iterator[tuple[Peer, vt.Link]]:
+def link(
+    leakless: None, driver_name: str, driver_options: dict[str, str], open_instance
+) -> Iterator[tuple[Peer, vt.Link]]:
     with Peer(driver_name, driver_options) as peer:
         yield peer, peer.join(open_instance())
 
