@@ -73,8 +73,10 @@ cdef class Hub:
 
 
 cdef object driver_error(Driver driver, int status, int native, str what, str peer, object index=None):
-    """The one gate from a driver's status to an exception."""
+    """The one gate from a driver's status, or its negated refusal of a call, to an exception."""
     cdef const char *text = NULL
+    native = native or hxa_refusal_native(-status)
+    status = hxa_refusal_status(-status)
     if driver is not None and driver.table.error_text != NULL:
         text = driver.table.error_text(status, native)
     detail = text.decode("utf-8", "replace") if text != NULL else f"status {status}"

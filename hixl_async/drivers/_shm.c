@@ -1,7 +1,19 @@
 /* The shared-memory driver: peers on one Linux host.
  *
  * The initiator of a transfer does all the work: it maps the peer's region and copies, inline or on copy threads.  A peer
- * needs no thread for it and can be stopped or killed at any point.  See shm/shm.h for the parts.
+ * needs no thread for it and can be stopped or killed at any point.
+ *
+ * Two kinds of threads run here: the loop (the thread of T2) and the copy threads.  The parts, each knowing only those above:
+ *
+ *   shm/procfs limits descriptor segment    the kernel's files and limits; descriptors; memfd segments
+ *   shm/half ring doorbell                  what the two sides share; notification records; the pipe that wakes
+ *   shm/process                             the peer's process, and process_vm_*
+ *   shm/job pool instance                   accepted ops, and how the loop hands them to threads
+ *   shm/link op region                      a link, an op and a memory, as all others see them
+ *   shm/copy notes                          moving bytes; appending notifications
+ *   shm/workers                             copy threads
+ *   shm/submit memory                       transfers; regions of ours and imports of a peer's
+ *   shm/connect fence stop receive          the life of a link
  *
  * Options (strings of whole numbers):
  *   threads         copy threads, started when first needed                  1..64, default 2; 1 below four CPUs
@@ -13,12 +25,22 @@
  *   nowait          0: read doorbells as on kernels before 6.4               default: what the kernel can
  */
 #include "hxa_module.h"
-#include "shm/shm.h"
+#include "shm/connect.h"
+#include "shm/descriptor.h"
+#include "shm/doorbell.h"
+#include "shm/fence.h"
+#include "shm/limits.h"
+#include "shm/link.h"
+#include "shm/memory.h"
+#include "shm/receive.h"
+#include "shm/region.h"
+#include "shm/stop.h"
+#include "shm/submit.h"
+#include "shm/workers.h"
 
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 _Static_assert(sizeof(void *) == 8, "offsets and addresses share 64-bit words");
@@ -102,14 +124,12 @@ static int shm_open_instance(const hxa_option *options, size_t n, const hxa_sink
     self->nowait = settings[NOWAIT].value != 0 && shm_bell_nowait();
     self->note_bytes = note_bytes;
     self->text = text;
-    if (getrandom(&self->token, sizeof self->token, GRND_NONBLOCK) != sizeof self->token)
-        self->token = (uint64_t)(uintptr_t)self ^ (uint64_t)getpid() << 48;
     *made = self;
     return 0;
 }
 
 static void shm_close_instance(hxa_instance *self) {
-    shm_pool_close(self);
+    shm_pool_close(&self->pool);
     free(self->text);
     free(self);
 }
@@ -117,12 +137,10 @@ static void shm_close_instance(hxa_instance *self) {
 /* In the child.  Imported mappings did not come along (MADV_DONTFORK), the threads neither. */
 static void shm_after_fork(hxa_instance *self) {
     for (hxa_link *link = self->links; link != NULL; link = link->next) {
-        const int fds[] = {link->bell, link->bell_read, link->peer_bell, link->pidfd};
-        for (size_t i = 0; i < sizeof fds / sizeof *fds; i++)
-            if (fds[i] >= 0) close(fds[i]);
+        const int fds[] = {link->bell, link->bell_read, link->peer_bell, link->process.pidfd};
+        for (size_t i = 0; i < sizeof fds / sizeof *fds; i++) shm_fd_close(fds[i]);
     }
-    for (hxa_mem *mem = self->memories; mem != NULL; mem = mem->next)
-        if (mem->fd >= 0) close(mem->fd);
+    for (hxa_mem *mem = self->memories; mem != NULL; mem = mem->next) shm_fd_close(mem->fd);
 }
 
 static void shm_limits(hxa_instance *self, hxa_limits *out) {

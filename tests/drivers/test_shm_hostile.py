@@ -1,6 +1,6 @@
 """A peer that knows the shm driver's secrets and means harm: no call stalls, nothing outside its grants is touched.
 
-``Hostile`` is not a driver: it speaks the formats of ``shm/shm.h`` by hand, and scribbles wherever a peer can.
+``Hostile`` is not a driver: it speaks the formats of ``drivers/shm/*.h`` by hand, and scribbles wherever a peer can.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB = 1 << 20
 PAGE = 4096
 
 F_ADD_SEALS, F_GET_SEALS, SHRINK, GROW, SEAL = 1033, 1034, 2, 4, 1
-LINK_MAGIC, MEM_MAGIC, HALF_MAGIC, VERSION = 0x4B4E4C53, 0x4D454D53, 0x464C4853, 1
+LINK_MAGIC, MEM_MAGIC, HALF_MAGIC, VERSION = 0x4B4E4C53, 0x4D454D53, 0x464C4853, 2
 # Offsets of shm_half.
 MAGIC, CAPACITY, FENCE, HEAD, SIGNALS, WANT_SPACE, FENCED, GONE, TAIL, ARMED = (
     0,
@@ -57,7 +57,7 @@ def segment(size: int, *, seals: int | None = SHRINK | GROW | SEAL, allocate: bo
 
 
 def link_card(fds: list[int], capacity: int = 65536, *, magic: int = LINK_MAGIC, version: int = VERSION) -> vt.CCard:
-    data = struct.pack("<IIIIQQ", os.getpid(), magic, version, capacity, 1, 2)
+    data = struct.pack("<IIIIII", os.getpid(), magic, version, capacity, 0, 0)
     card = vt.CCard(len=len(data), nfds=len(fds))
     card.data[: len(data)] = data
     card.fds[: len(fds)] = fds
@@ -278,7 +278,7 @@ def test_connect_to_strange_descriptors(open_instance, nowait: int) -> None:
     refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], 131072))
     refused((vt.PROTOCOL,), connect, link_card([half(4096), pipe()], 65536))
     refused((vt.PROTOCOL,), connect, link_card([half(magic=3), pipe()]))
-    refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], version=2))
+    refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], version=1))
     refused((vt.PROTOCOL,), connect, link_card([half()]))
     refused((vt.PROTOCOL,), connect, link_card([half(), pipe(), pipe()]))
     reopened = half()

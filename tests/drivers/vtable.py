@@ -196,8 +196,8 @@ class DriverError(Exception):
 
 
 def check(what: str, answer: int, native: int = 0) -> int:
-    if answer < 0:
-        raise DriverError(what, -answer, native)
+    if answer < 0:  # HXA_REFUSAL
+        raise DriverError(what, -answer & 0xFF, native or -answer >> 8)
     return answer
 
 
