@@ -157,13 +157,42 @@ static void shm_stats(hxa_instance *self, hxa_stats *out) {
 
 /* ---- texts ----------------------------------------------------------------------------------------------------------- */
 
-/* strerror_r comes in two kinds. */
-static const char *describe(int error, char *space, size_t size) {
+/* The name of an errno, and what it means.  strerror_r comes in two kinds. */
+static void describe(int error, char *text, size_t size) {
+    char space[96];
+    const char *name = NULL;
 #ifdef __GLIBC__
-    return strerror_r(error, space, size);
-#else
-    return strerror_r(error, space, size) == 0 ? space : "unknown error";
+    const char *meaning = strerror_r(error, space, sizeof space);
+#if __GLIBC_PREREQ(2, 32)
+    name = strerrorname_np(error);
 #endif
+#else
+    const char *meaning = strerror_r(error, space, sizeof space) == 0 ? space : "unknown error";
+#endif
+    if (name != NULL) snprintf(text, size, "%s: %s", name, meaning);
+    else snprintf(text, size, "errno %d: %s", error, meaning);
+}
+
+/* Why registered memory of the peer cannot be reached, and what to do instead. */
+static void describe_unreachable(int error, char *text, size_t size) {
+    static const char INSTEAD[] = "use a region made by allocate";
+    char reason[128];
+    describe(error, reason, sizeof reason);
+    switch (error) {
+    case ESRCH:
+        snprintf(text, size, "the peer's registered memory can't be reached: its process has no number here (it is in another "
+                 "pid namespace that is not below ours), has ended, or is not the one that the control connection names; %s (%s)",
+                 INSTEAD, reason);
+        break;
+    case ENOENT: case EACCES:
+        snprintf(text, size, "the peer's registered memory can't be reached, because it can't be found out whose process it is: "
+                 "/proc is not mounted here, or hides other processes; mount it, or %s (%s)", INSTEAD, reason);
+        break;
+    default:
+        snprintf(text, size, "the peer's registered memory can't be reached by process_vm_readv/writev: it is another user's "
+                 "process, or not dumpable, or kernel.yama.ptrace_scope or a container's seccomp filter forbids it; %s (%s)",
+                 INSTEAD, reason);
+    }
 }
 
 static const char *shm_error_text(int32_t status, int32_t native) {
@@ -178,27 +207,23 @@ static const char *shm_error_text(int32_t status, int32_t native) {
         [HXA_E_LINK] = "the link is down, stopped or fenced, or the peer is gone",
         [HXA_E_CANCELLED] = "cancelled before all of it was done",
         [HXA_E_TIMEOUT] = "timed out",
-        [HXA_E_PROTOCOL] = "what the peer sent makes no sense: no shm driver of this version makes such cards or rings",
+        [HXA_E_PROTOCOL] = "the peer sent what no shm driver of this version sends",
         [HXA_E_SYSTEM] = "the operating system refused",
     };
-    static _Thread_local char text[400];
+    static _Thread_local char text[800];
+    char reason[128], limit[600];
     if (status < 0) status = -status;
     if (status < 0 || (size_t)status >= sizeof texts / sizeof *texts) return "unknown status";
     if (native == 0) return texts[status];
-    char space[96];
-    const char *reason = describe(native, space, sizeof space);
-    if (status == HXA_E_RIGHTS && native == ESRCH) {
-        snprintf(text, sizeof text, "the peer's registered memory can't be reached: its process has no number here (another "
-                 "pid namespace) or is not the one that the control connection names; use a region made by allocate (errno %d)",
-                 native);
-    } else if (status == HXA_E_RIGHTS) {
-        snprintf(text, sizeof text, "the peer's registered memory can't be reached by process_vm_readv/writev (%s): it is "
-                 "another user's process, or not dumpable, or kernel.yama.ptrace_scope or a container's seccomp filter forbids "
-                 "it; use a region made by allocate (errno %d)", reason, native);
+    describe(native, reason, sizeof reason);
+    if (status == HXA_E_RIGHTS) {
+        describe_unreachable(native, text, sizeof text);
     } else if (status == HXA_E_RANGE && native == EFAULT) {
-        snprintf(text, sizeof text, "an address of registered memory is not mapped any more, or read-only (errno %d)", native);
+        snprintf(text, sizeof text, "an address of registered memory is not mapped any more, or read-only (%s)", reason);
+    } else if (status == HXA_E_NOMEM && shm_limit_describe("", native, limit, sizeof limit) > 0) {
+        snprintf(text, sizeof text, "%s; %s", reason, limit);
     } else {
-        snprintf(text, sizeof text, "%s: %s (errno %d)", texts[status], reason, native);
+        snprintf(text, sizeof text, "%s (%s)", texts[status], reason);
     }
     return text;
 }

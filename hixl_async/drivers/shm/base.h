@@ -34,4 +34,10 @@ static inline int shm_refusal_of(int error) {
     }
 }
 
+/* The same of a call that has an op, where the errno belongs. */
+static inline int shm_refuse(hxa_op *op, int refusal) {
+    op->native = hxa_refusal_native(refusal);
+    return -hxa_refusal_status(refusal);
+}
+
 #endif /* SHM_BASE_H */

@@ -119,12 +119,11 @@ static int join(hxa_link *link, const hxa_card *card) {
 }
 
 int shm_link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
-    (void)op;
     const int status = join(link, card);
     if (status != 0) {
         shm_card_close(card);
-        return status;
+        return shm_refuse(op, status);
     }
-    shm_fd_close_foreign(card->fds[0]);   /* the mapping keeps the segment; fds[1] is the link's now */
+    shm_fd_close_foreign(card->fds[0]);    /* the mapping keeps the segment; fds[1] is the link's now */
     return HXA_DONE;
 }

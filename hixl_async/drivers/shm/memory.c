@@ -120,8 +120,8 @@ static int import_start(hxa_link *link, const hxa_card *card, const shm_mem_card
             return HXA_PENDING;
         }
     } else if (status == 0 && made->mapped != 0) {
-        op->native = shm_segment_populate(made->base, made->mapped, (rights & HXA_RIGHT_WRITE) != 0);
-        if (op->native != 0) status = -HXA_E_SYSTEM;
+        const int error = shm_segment_populate(made->base, made->mapped, (rights & HXA_RIGHT_WRITE) != 0);
+        if (error != 0) status = shm_refusal_of(error);
     }
     if (status != 0) {
         shm_mem_release(made);
@@ -145,13 +145,12 @@ int shm_mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t
         else if (about.size != size || (about.kind == SHM_REGISTERED && card->nfds != 0)) status = -HXA_E_PROTOCOL;
         else if (about.kind == SHM_REGISTERED && (about.address == 0 || about.address + size < size)) status = -HXA_E_PROTOCOL;
         else if (rights & ~about.rights) status = -HXA_E_RIGHTS;
-        else if (about.kind == SHM_REGISTERED && link->process.error != 0) {
-            op->native = link->process.error;
-            status = -HXA_E_RIGHTS;
-        } else status = import_start(link, card, &about, rights, mem, op);
+        else if (about.kind == SHM_REGISTERED && link->process.error != 0)
+            status = HXA_REFUSAL(HXA_E_RIGHTS, link->process.error);
+        else status = import_start(link, card, &about, rights, mem, op);
     }
     shm_card_close(card);
-    return status;
+    return status < 0 ? shm_refuse(op, status) : status;
 }
 
 int shm_mem_borrow(hxa_link *link, hxa_mem *mem, void **address) {

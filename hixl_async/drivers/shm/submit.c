@@ -85,7 +85,7 @@ int shm_submit(hxa_link *link, const hxa_batch *batch, hxa_op *op) {
     const int paced = shm_load(&link->pace) != 0;      /* only threads can wait */
     if (batch->n != 0 && (paced || batch->bytes + (uint64_t)batch->n * DESCRIPTOR_COST > self->inline_bytes)) {
         status = shm_workers_ready(self, batch->bytes, batch->n);
-        if (status != 0) return status;
+        if (status != 0) return shm_refuse(op, status);
         shm_op_accept(op, link, batch, SHM_COPY);
         shm_pool_push(&self->pool, op);
         return HXA_PENDING;

@@ -154,7 +154,7 @@ static void run_chunk(const chunk *cut, shm_outcome *out) {
         const hxa_mem *mem = (const hxa_mem *)job->what;
         const int error = shm_segment_populate(mem->base + cut->offset, cut->bytes, (mem->rights & HXA_RIGHT_WRITE) != 0);
         if (error == 0) out->bytes = cut->bytes;
-        else *out = (shm_outcome){.status = error == ENOMEM ? HXA_E_NOMEM : HXA_E_SYSTEM, .native = error, .failed = -1};
+        else *out = (shm_outcome){.status = hxa_refusal_status(shm_refusal_of(error)), .native = error, .failed = -1};
         return;
     }
     if (shm_load_sc(&job->state) & SHM_CANCELLED) {
