@@ -136,7 +136,7 @@ def test_it_was_built_from_the_sources_alone(sources: list[str]) -> None:
         "pyproject.toml",
         "LICENSE",
         "CHANGELOG.md",
-        "hixl_async/drivers/shm/shm.h",
+        "hixl_async/drivers/shm/link.h",
         "tests/conftest.py",
     }
     assert needed <= set(sources)
