@@ -15,7 +15,7 @@ ARGS ?=
 # Tests run over this many processes, each with whole files; those that are marked serial run last and alone.
 WORKERS ?= 2
 PYTEST := $(PY) -m pytest -p tests.skips
-PARALLEL = -p tests.schedule --numprocesses=$(WORKERS) --dist=loadgroup
+PARALLEL = -p tests.schedule --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
 # Suites that mostly start other processes; test-fast leaves them out.
 PROCESSES := $(addprefix --ignore=tests/,adversity benchmarks cli examples servers) \
 	--ignore-glob='*processes.py' --ignore-glob='*test_process.py' --ignore-glob='*programs.py' --ignore-glob='*test_fork.py'

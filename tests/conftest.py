@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import hypothesis
 import pytest
 
 from hixl_async import drivers
@@ -25,8 +26,11 @@ from hixl_async.testing import BalanceSheet, FaultPlan, faulty
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# -- both loops
+# A test case of a property takes as long as the machine is busy.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
+# -- both loops
 # The debug mode remembers the whole stack where each task, future and handle was made, and looks whether its files have
 # changed: a third of the CPU time of the tests.  Two frames, of files that nobody edits meanwhile, tell as much.
 _walk_stack = traceback.walk_stack
