@@ -3,18 +3,23 @@
 ::
 
     producer                                            consumer
-    Open  {id, generation, layout, pool}   request ->   accepts the ticket, once
-                                              <- post   Abort {id, reason}: gives up
-    End   {id, complete, reason}           request ->   answers Outcome: finished or aborted
+    Open  {id, digest, layout, pool}     request ->   accepts the ticket, once
+                                            <- post   Abort {id, reason}: gives up
+    End   {id, complete, reason}         request ->   answers Outcome: finished or aborted
 
 The consumer is the arbiter: it alone turns "all layers are there" into *finished*, and its `Abort` is final.  `End` is
 sent when nothing of the producer's can touch the consumer's blocks any more; it is the last word, and the
 acknowledgement of an `Abort`.  Layers do not travel as messages: the driver stores the stream's generation into the
 word of each layer after its data.
+
+A ticket reaches the producer by ways that this package does not know.  So `Open` carries a digest of the ticket as the
+producer read it, and the consumer compares it with what it issued: no block is written that was not granted.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -49,7 +54,7 @@ __all__ = [
     "service",
 ]
 
-VERSION = 1
+VERSION = 2
 #: Bytes of a layer's signal word.
 WORD = 8
 #: Reasons are for people; longer ones are cut, so that no message outgrows the control connection's frames.
@@ -82,6 +87,7 @@ class Verdict(Enum):
     TIMEOUT = "timeout"
     LOST = "lost"
     REFUSED = "refused"
+    INVALID_TICKET = "invalid-ticket"
 
 
 _ERRORS: dict[Verdict, type[HixlError]] = {
@@ -89,6 +95,7 @@ _ERRORS: dict[Verdict, type[HixlError]] = {
     Verdict.TIMEOUT: TransferTimeoutError,
     Verdict.LOST: PeerLostError,
     Verdict.REFUSED: LayoutMismatchError,
+    Verdict.INVALID_TICKET: TicketError,
 }
 
 
@@ -142,9 +149,17 @@ class Ticket:
     layout: str
 
     def body(self) -> dict[str, Any]:
-        """The ticket as a JSON-safe dict."""
+        """Return the ticket as a JSON-safe dict."""
         body: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {"version": VERSION, **body, "blocks": list(self.blocks)}
+
+    def digest(self) -> str:
+        """Return 32 hexadecimal digits that differ as soon as any field does.
+
+        They are the first 128 bits of the SHA-256 of the body as JSON in ASCII, with sorted keys and without spaces.
+        """
+        text = json.dumps(self.body(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @classmethod
     def parse(cls, body: Any) -> Ticket:
@@ -157,6 +172,8 @@ class Ticket:
                 raise ProtocolError("a ticket is a dict")
             if _field(body, "version", int) != VERSION:
                 raise ProtocolError(f"its version is not the {VERSION} that this package speaks")
+            if unknown := body.keys() - _TICKET_FIELDS:
+                raise ProtocolError(f"a ticket has no field {min(map(repr, unknown))[:40]}")
             ticket = cls(
                 id=_field(body, "id", str),
                 address=_field(body, "address", str),
@@ -190,17 +207,21 @@ class Ticket:
             raise ProtocolError("'slot' or 'generation' is out of range")
 
 
+_TICKET_FIELDS = {"version", *Ticket.__dataclass_fields__}
+
+
 @dataclass(frozen=True, slots=True)
 class Open:
     """Producer to consumer, request: this ticket is used now."""
 
     id: str
-    generation: int
+    digest: str
     pool: str
     layout: dict[str, Any]
 
     def body(self) -> dict[str, Any]:
-        return {"say": "open", "id": self.id, "generation": self.generation, "pool": self.pool, "layout": self.layout}
+        """Return the message as a JSON-safe dict."""
+        return {"say": "open", "id": self.id, "digest": self.digest, "pool": self.pool, "layout": self.layout}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +254,8 @@ def parse(body: Mapping[str, Any]) -> Open | End | Abort:
     """
     say = _field(body, "say", str)
     if say == "open":
-        generation = _field(body, "generation", int)
-        return Open(_field(body, "id", str), generation, _field(body, "pool", str), _field(body, "layout", dict))
+        digest = _field(body, "digest", str)
+        return Open(_field(body, "id", str), digest, _field(body, "pool", str), _field(body, "layout", dict))
     if say == "end":
         return End(_field(body, "id", str), _field(body, "complete", bool), _reason(body))
     if say == "abort":

@@ -196,7 +196,7 @@ class PushStream:
         return self
 
     async def _ask(self) -> None:
-        message = Open(self.ticket.id, self.ticket.generation, self._pool.name, self._pool.layout.fields())
+        message = Open(self.ticket.id, self.ticket.digest(), self._pool.name, self._pool.layout.fields())
         try:
             await self.peer.request(service(self.ticket.pool), message.body(), timeout=self._timeout)
         except InvalidArgumentError:  # nobody serves that name

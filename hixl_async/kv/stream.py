@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..engine.arguments import whole_number
 from ..errors import BusyError, ClosedError, HixlError, RangeError, TicketError
@@ -147,17 +147,16 @@ class LayerStream:
     # ---- what the pool forwards from the producer ----
 
     def _open(self, peer: Peer, message: Open, mismatch: str | None) -> None:
-        if message.generation != self.ticket.generation:
-            raise TicketError("this ticket was issued for an earlier use of its blocks")
         self._state.open()
+        if message.digest != self.ticket.digest():
+            self._refuse(
+                Outcome(
+                    Verdict.INVALID_TICKET,
+                    "the producer's ticket is not the one that was issued: a field was changed on the way",
+                )
+            )
         if mismatch is not None:
-            refused = Outcome(Verdict.REFUSED, mismatch)
-            self._state.stop(refused)
-            self._state.end(False, mismatch)  # nothing was written, and nothing will be
-            self._settle()
-            failure = refused.error()
-            assert failure is not None
-            raise failure
+            self._refuse(Outcome(Verdict.REFUSED, mismatch))
         self._peer, self._producer_pool = peer, message.pool
         self._blocks._hold()
         self._held = True
@@ -166,6 +165,14 @@ class LayerStream:
         self._idle_timer = self._loop.call_later(self._stall, self._check_stall)
         peer.add_signal_callback(self._scan)
         peer.add_lost_callback(self._on_lost)
+
+    def _refuse(self, outcome: Outcome) -> NoReturn:
+        self._state.stop(outcome)
+        self._state.end(False, outcome.reason)  # nothing was written, and nothing will be
+        self._settle()
+        failure = outcome.error()
+        assert failure is not None
+        raise failure
 
     def _end(self, peer: Peer, message: End) -> Outcome:
         if peer is not self._peer:

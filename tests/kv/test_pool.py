@@ -307,7 +307,8 @@ async def test_malformed_tickets(pair: Pair) -> None:
             [],
             "ticket",
             *(_without(good, name) for name in good),
-            {**good, "version": 2},
+            {**good, "version": 1},
+            {**good, "more": 1},
             {**good, "blocks": []},
             {**good, "blocks": ["0"]},
             {**good, "blocks": [0, 16]},
@@ -345,7 +346,7 @@ async def test_tickets_that_claim_too_much(pair: Pair, name: str, number: int) -
         tracemalloc.start()
         try:
             out = pair.source.open_stream(pair.to_d, {**blocks.ticket(), name: number})
-            with pytest.raises(TicketError, match="earlier use" if name == "generation" else "the ticket speaks of"):
+            with pytest.raises(TicketError, match="not the one that was issued"):
                 await out
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
@@ -357,12 +358,6 @@ async def test_b13_a_ticket_of_an_earlier_incarnation(pair: Pair) -> None:
         stale = {**blocks.ticket(), "incarnation": "d-0"}
         with pytest.raises(TicketError, match="no longer, peer 'd'"):
             pair.source.open_stream(pair.to_d, stale)
-        earlier = {**blocks.ticket(), "generation": blocks.ticket()["generation"] - 1}
-        with pytest.raises(TicketError, match="earlier use"):
-            await pair.source.open_stream(pair.to_d, earlier)
-        smaller = {**blocks.ticket(), "pool_blocks": 17}
-        with pytest.raises(TicketError, match="bytes"):
-            await pair.source.open_stream(pair.to_d, smaller)
 
 
 async def test_nonsense_messages_are_refused(pair: Pair) -> None:
@@ -380,7 +375,7 @@ async def test_nonsense_messages_are_refused(pair: Pair) -> None:
         body = {
             "say": "open",
             "id": ticket["id"],
-            "generation": ticket["generation"],
+            "digest": "",
             "pool": "x",
             "layout": {"layers": 1},
         }
