@@ -202,10 +202,12 @@ def _type_name(dtype: object) -> str:
         return dtype
     numpy = sys.modules.get("numpy")
     if isinstance(dtype, type):
-        # Some scalar types of numpy, such as longlong, have names that differ from their dtypes'.
-        scalars = getattr(numpy, "generic", None)  # None while another thread imports numpy
-        known = numpy is not None and scalars is not None and issubclass(dtype, scalars)
-        return str(numpy.dtype(dtype).name) if known else dtype.__name__
+        # Some scalar types of numpy, such as longlong, have names that differ from their dtypes'.  The class is missing while
+        # another thread imports numpy.
+        scalars = getattr(numpy, "generic", None)
+        if numpy is not None and scalars is not None and issubclass(dtype, scalars):
+            return str(numpy.dtype(dtype).name)
+        return dtype.__name__
     # numpy, ml_dtypes and TensorFlow name their dtypes; torch's only print as "torch.bfloat16".
     return str(getattr(dtype, "name", dtype))
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-import hixl_async
-from hixl_async.kv import Layout, Pool
+from hixl_async.kv import Layout, Pool, sender
 
 from . import fake_engine
 
@@ -50,7 +49,7 @@ async def settle(rounds: int = 20) -> None:
 
 @pytest.fixture
 async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    monkeypatch.setattr(hixl_async, "Batch", fake_engine.Batch, raising=False)
+    monkeypatch.setattr(sender, "Batch", fake_engine.Batch)
     p, d = fake_engine.Engine("p"), fake_engine.Engine("d")
     to_d, to_p = fake_engine.connect(p, d)
     source = Pool(p, LAYOUT, blocks=16, name="prefill", access="none", shuffle=1)
@@ -64,9 +63,9 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     for pool in (source, target):
         free, reserved, quarantined, waiting = pool.statistics()
         assert (free, reserved, quarantined, waiting) == (pool.blocks, 0, 0, 0)
-        assert not pool._exchange.incoming
-        assert not pool._exchange.outgoing
-        assert not pool._tasks
+        assert not pool._registry.incoming
+        assert not pool._registry.outgoing
+        assert pool._context.tasks == 0
     assert not to_d.losses
     assert not to_p.losses
     assert not to_p.signals

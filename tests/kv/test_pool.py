@@ -140,7 +140,7 @@ async def test_a_pool_that_cannot_be_made_leaves_nothing(pair: Pair, monkeypatch
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("hixl_async.kv.pool.Ledger", fail)
+    monkeypatch.setattr("hixl_async.kv.pool.Allocator", fail)
     with pytest.raises(MemoryError):
         Pool(pair.d, LAYOUT, blocks=4, name="half")
     assert pair.d.regions["half"].closed

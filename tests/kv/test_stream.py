@@ -21,7 +21,7 @@ from hixl_async.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from hixl_async.kv import LayerBlocks, Layout, Pool, Verdict, flights
+from hixl_async.kv import LayerBlocks, Layout, Pool, Verdict, sender
 
 from .conftest import LAYOUT, Pair, settle
 
@@ -558,7 +558,7 @@ async def test_the_producers_exit_is_bounded_if_nothing_drains(pair: Pair) -> No
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks:
         source = await pair.source.reserve(blocks=2)
-        with pytest.raises(TransferTimeoutError, match=r"flights were not drained within 0.02 s"):
+        with pytest.raises(TransferTimeoutError, match=r"transfers were not drained within 0.02 s"):
             async with pair.source.open_stream(pair.to_d, blocks.ticket(), timeout=0.02) as out:
                 for layer in range(4):
                     out.push(layer, source[layer])
@@ -618,7 +618,7 @@ class DeviceEvent:
 
 async def test_layers_do_not_share_the_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once would land together, at the end; so no more of them fly than keep the link busy."""
-    monkeypatch.setattr(flights, "WINDOW", 0)
+    monkeypatch.setattr(sender, "WINDOW", 0)
     pair.p.hold = True
     async with pair.target.reserve(tokens=11) as blocks, pair.source.reserve(tokens=11) as source:
         stream = blocks.stream()
@@ -654,7 +654,7 @@ async def test_layers_wait_for_their_events_in_order(pair: Pair) -> None:
             assert stream.landed == (0, 1)
             events[2].done = events[3].done = True
         assert await collect(stream) == [0, 1, 2, 3]
-    assert pair.source._poller._timer is None
+    assert pair.source._context.poller._timer is None
 
 
 async def test_every_kind_of_mark(pair: Pair) -> None:
@@ -710,7 +710,7 @@ async def test_push_from_the_compute_thread_wakes_the_loop_once_per_burst(pair: 
 
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
-            out._loop = Loop()  # type: ignore[assignment]
+            out._producer._loop = Loop()  # type: ignore[assignment]
 
             def compute() -> None:
                 for layer in range(4):
