@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ..core.event_poller import EventPoller
 from ..errors import ClosedError, EngineForkedError, WrongLoopError
 from .layout import Layout
-from .ready import ReadyPoller
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -34,7 +34,7 @@ class PoolContext:
         self.blocks = blocks
         #: The region that holds the blocks.
         self.region = region
-        self.poller = ReadyPoller(self.loop)
+        self.poller = EventPoller(self.loop)
         #: Guards what threads that push share with the loop: the holds on reserved blocks.
         self.lock = threading.Lock()
         #: True once the pool refuses new work.

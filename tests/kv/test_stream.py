@@ -654,7 +654,7 @@ async def test_layers_wait_for_their_events_in_order(pair: Pair) -> None:
             assert stream.landed == (0, 1)
             events[2].done = events[3].done = True
         assert await collect(stream) == [0, 1, 2, 3]
-    assert pair.source._context.poller._timer is None
+    assert pair.source._context.poller.idle
 
 
 async def test_every_kind_of_mark(pair: Pair) -> None:
