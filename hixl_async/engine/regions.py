@@ -35,6 +35,7 @@ from ..errors import (
 from ..types import Access, PeerState
 from .messages import Incoming, binary_text
 from .region import MAX_NAME, Region, RemoteRegion
+from .waiters import Waiters
 
 if TYPE_CHECKING:
     from .peer import Peer
@@ -179,9 +180,8 @@ class Imports:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._loop = peer._host.loop
         self._offers: dict[str, _Offer] = {}
-        self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # for offers of a name
+        self._waiters = Waiters(peer._host.loop)  # for offers of a name, or the end of the peer
         self._tasks: dict[str, asyncio.Task[RemoteRegion]] = {}
         self._used: dict[int, RemoteRegion] = {}
         self._turns = asyncio.Semaphore(MOST_AT_ONCE)
@@ -207,7 +207,7 @@ class Imports:
             async with asyncio.timeout(timeout):
                 while name not in self._offers:
                     self._peer._must_be_up()
-                    await self._offer_of(name)
+                    await self._waiters.wait(name)
                 self._peer._must_be_up()
                 task = self._tasks.get(name)
                 if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
@@ -232,18 +232,6 @@ class Imports:
                     "(a region with access 'none' is not exported, nor one that its grant= keeps from this engine)"
                 )
             raise TransferTimeoutError(text, peer=self._peer.name) from None
-
-    async def _offer_of(self, name: str) -> None:
-        """Waits for an offer of that name, or the end of the peer."""
-        waiter = self._loop.create_future()
-        waiters = self._waiters.setdefault(name, set())
-        waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            waiters.discard(waiter)
-            if not waiters and self._waiters.get(name) is waiters:
-                del self._waiters[name]
 
     async def _import(self, name: str, number: int) -> RemoteRegion:
         try:
@@ -289,7 +277,7 @@ class Imports:
         if name not in self._offers and len(self._offers) >= MAX_OFFERS:
             raise ProtocolError(f"peer {self._peer.name!r} offers more than {MAX_OFFERS} regions", peer=self._peer.name)
         self._offers[name] = _Offer(number, Access(access))
-        self._wake(name)
+        self._waiters.wake(name)
 
     def on_down(self, message: Incoming) -> None:
         """The peer takes an offer back; it wants to know when nothing of ours touches the region any more."""
@@ -303,15 +291,9 @@ class Imports:
             remote.retire()
             remote.released().add_done_callback(lambda _: self._peer._tell("region.gone", {"id": number}))
 
-    def _wake(self, name: str) -> None:
-        for waiter in self._waiters.pop(name, ()):
-            if not waiter.done():
-                waiter.set_result(None)
-
     def lose(self) -> None:
         """The peer is gone: nothing of it can be used any more."""
-        for name in list(self._waiters):
-            self._wake(name)
+        self._waiters.wake_all()
         for remote in self._used.values():
             remote.retire()
         self._used.clear()

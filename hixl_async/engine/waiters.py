@@ -20,6 +20,9 @@ class Waiters:
         self._loop = loop
         self._futures: dict[Hashable, dict[asyncio.Future[None], None]] = {}  # in the order of their calls
 
+    def __len__(self) -> int:
+        return len(self._futures)
+
     async def wait(self, key: Hashable) -> None:
         """Wait for the next `wake` of `key`; the caller checks its condition again afterwards."""
         future = self._loop.create_future()
