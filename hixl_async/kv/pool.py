@@ -71,7 +71,7 @@ class Pool:
     :raises DriverError: if there is not so much memory.
     """
 
-    _complete = False
+    _complete = False  # True once `__init__` has succeeded
 
     def __init__(
         self,
@@ -97,9 +97,13 @@ class Pool:
             raise InvalidArgumentError(f"name must be a string, not {name!r}")
         if shuffle is not None and not isinstance(shuffle, int):
             raise InvalidArgumentError(f"shuffle must be a whole number or None, not {shuffle!r}")
+        #: The engine that holds the memory.
         self.engine = engine
+        #: The shape of the cache.
         self.layout = layout
+        #: The size in blocks.
         self.blocks = blocks
+        #: The name of the region, and of the pool in tickets.
         self.name = name
         self._waiting: dict[Request, asyncio.Future[None]] = {}
         self._lent: set[Lease] = set()  # reserved or in quarantine
@@ -107,15 +111,15 @@ class Pool:
         #: The region that holds the blocks.
         self.region: Region
         size = layout.pool_bytes(blocks)
-        # Before the books about it: a machine without so much memory fails here, not when it is used up.
+        # First of all, since a machine without so much memory shall fail here, not when the memory is used up.
         if memory is None:
             self.region = engine.allocate(name, size, access=access, grant=grant)
         else:
             self.region = engine.register(name, memory, access=access, grant=grant)
-        self._context = PoolContext(engine, name, layout, blocks, self.region)
         self._signals: Region | None = None
         self._words: memoryview | None = None
         try:
+            self._context = PoolContext(engine, name, layout, blocks, self.region)
             if self.region.size != size:
                 raise RangeError(f"memory has {self.region.size} bytes; a pool of {blocks} such blocks has {size}")
             if Access.parse(access) & Access.WRITE:
@@ -144,7 +148,7 @@ class Pool:
 
     @property
     def memory(self) -> memoryview:
-        """The pool's bytes; ``layout.shape(blocks)`` says how to look at them; not on a device."""
+        """The bytes of the pool, an array of the shape ``layout.shape(blocks)``; not on a device."""
         return memoryview(self.region)
 
     @property

@@ -1,4 +1,4 @@
-"""The producer's side of a stream: layers leave as soon as they are ready, and the consumer says how it ended."""
+"""The producer's side of a stream: layers leave as soon as they are ready, and the consumer decides how it ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ END = "end"
 
 
 class PushStream:
-    """The way of one request's layers into the consumer's blocks; an async context manager, or awaitable for itself.
+    """A stream of one request's layers into the consumer's blocks; an async context manager, or awaitable for itself.
 
     Made by ``pool.open_stream()``.  `push` is legal from any thread; everything else belongs to the engine's loop.
     Leaving the context waits until all transfers are drained and the consumer has acknowledged the outcome; leaving it by
@@ -261,7 +261,7 @@ class Producer:
         self.state.begin()
         granted = False
         try:
-            # Known here before the consumer knows: its abort may be on the way before our request has returned.
+            # Before the consumer is asked, since its abort may arrive before its reply has been read.
             self._streams.add_outgoing(self)
             self.peer.add_lost_callback(self._on_lost)
             async with asyncio.timeout(self._timeout):
@@ -277,7 +277,7 @@ class Producer:
                 self._sender.aim(remote, signals)
         except BaseException as error:
             if granted:
-                # Follows the request on the same connection, so that it is right in either case.
+                # It follows the request on the same connection, so that it is right in either case.
                 with suppress(HixlError):
                     end = End(self.ticket.id, False, f"the producer could not open the stream: {type(error).__name__}")
                     self.peer.post(service(self.ticket.pool), end.body())
@@ -318,7 +318,7 @@ class Producer:
     # ---- events ----
 
     def on_abort(self, peer: Peer, message: Abort) -> None:
-        """The consumer gave up."""
+        """Take the consumer's message that it gave up."""
         if peer is self.peer:
             self._change(self.state.abort, message.reason)
 
@@ -347,7 +347,7 @@ class Producer:
     # ---- the end ----
 
     async def _conclude(self) -> None:
-        """Wait until nothing is in flight, then tell the consumer, which says how the stream ended."""
+        """Wait until nothing is in flight, then ask the consumer for the outcome."""
         patience = self._loop.call_later(self._timeout, self._give_up)
         try:
             await self._sender.drained()
@@ -362,7 +362,7 @@ class Producer:
     async def _say_end(self) -> None:
         name, body = service(self.ticket.pool), self.state.end(self.ticket.id).body()
         try:
-            if self.state.outcome is not None:  # the consumer's decision, or ours not to wait for it
+            if self.state.outcome is not None:  # the consumer gave up, or this side waits no longer
                 self.peer.post(name, body)
                 return
             answer = Outcome.parse(await self.peer.request(name, body, timeout=self._timeout))

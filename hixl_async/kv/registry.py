@@ -34,7 +34,7 @@ class StreamRegistry:
         self.incoming: dict[str, Consumer] = {}
         self.outgoing: dict[str, Producer] = {}
         self._context = context
-        # Never the same twice in a slot, and not to be guessed; small enough for JSON readers that know doubles only.
+        # Never the same twice in a slot, and hard to guess; small enough for JSON readers that only know doubles.
         self._generations = itertools.count(1 + secrets.randbits(48))
         context.engine.serve(service(context.name), self._on_message)
 
@@ -48,7 +48,7 @@ class StreamRegistry:
         :param words: the signal words of all blocks of the pool.
         """
         context = self._context
-        # A block is in one reservation at a time, and with it the words that bear its number.
+        # A block is in one reservation at a time, and so is the row of words with its number.
         slot, layers = lease.ids[0], context.layout.layers
         ticket = Ticket(
             id=secrets.token_urlsafe(16),
@@ -87,7 +87,7 @@ class StreamRegistry:
         self.incoming.pop(consumer.ticket.id, None)
 
     def _on_message(self, peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
-        # Answers at once, so that the messages of one peer are handled in their order.
+        # Replies at once, so that the messages of one peer are handled in their order.
         message = parse(body)
         if isinstance(message, Abort):
             outgoing = self.outgoing.get(message.id)

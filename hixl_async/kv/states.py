@@ -45,7 +45,7 @@ class ConsumerState:
         return bool(self._is_landed[layer])
 
     def open(self) -> None:
-        """The producer uses the ticket.
+        """Note that a producer uses the ticket.
 
         :raises TicketError: if it was used before, or is void.
         """
@@ -89,19 +89,22 @@ class ConsumerState:
         return self.opened
 
     def lose(self, reason: str, dead: bool) -> None:
-        """The producer is lost; `dead` says that its process is confirmed to be gone."""
+        """Note that the producer is lost.
+
+        :param dead: True if its process is confirmed to have ended.
+        """
         if self.outcome is None:
             self.outcome = Outcome(Verdict.LOST, reason)
         self.fenced |= dead
         self.ended = True
 
     def fence(self) -> None:
-        """The producer's process can no longer touch our memory."""
+        """Note that the producer's process can no longer touch the blocks."""
         self.fenced = True
 
 
 class Phase(IntEnum):
-    """How far a producer's stream has come; it only ever moves down this list."""
+    """The progress of a producer's stream, which only ever moves down this list."""
 
     #: Not opened yet.
     NEW = 0
@@ -116,7 +119,7 @@ class Phase(IntEnum):
 
 
 class ProducerState:
-    """The producer's end: opening, pushing, stopping or complete, drained, then the consumer's answer.
+    """The producer's end: opening, pushing, stopping or complete, drained, then the consumer's reply.
 
     Methods that can end the pushing return True if this call has ended it: what is queued has to be dropped then, and what
     is in flight has to be cancelled.
@@ -144,7 +147,7 @@ class ProducerState:
         #: The reason why nothing more may start, or None.
         self.stopping: str | None = None
         self.end_sent = False
-        #: True once draining, or the consumer's answer, has taken too long: the program waits no longer.
+        #: True once draining, or the consumer's reply, has taken too long: the program waits no longer.
         self.impatient = False
         self.outcome: Outcome | None = None
 
@@ -186,7 +189,7 @@ class ProducerState:
     # ---- opening ----
 
     def begin(self) -> None:
-        """The stream is being opened.
+        """Note that the stream is being opened.
 
         :raises ClosedError: if that was tried before.
         """
@@ -195,7 +198,7 @@ class ProducerState:
         self.phase = Phase.OPENING
 
     def open(self) -> None:
-        """The consumer has accepted the ticket."""
+        """Note that the consumer has accepted the ticket."""
         assert self.phase is Phase.OPENING
         self.phase = Phase.OPEN
 
@@ -222,7 +225,7 @@ class ProducerState:
             raise InvalidArgumentError(f"layer {layer} was pushed before; every layer is pushed once")
 
     def push(self, layer: int) -> None:
-        """The layer is handed over; `check` has been called."""
+        """Note that the layer is handed over; `check` has been called."""
         self._pushed[layer] = True
 
     def start(self, layer: int) -> bool:
@@ -233,45 +236,45 @@ class ProducerState:
         return True
 
     def land(self, layer: int) -> None:
-        """The layer is in the consumer's memory; its transfer may still hold the producer's."""
+        """Note that a layer is in the consumer's memory; its transfer may still hold the producer's."""
         self._complete += 1
 
     def release(self, layer: int) -> None:
-        """The transfer of the layer can touch neither side's memory any more."""
+        """Note that the transfer of the layer can touch neither side's memory any more."""
         self._in_flight.discard(layer)
 
     # ---- giving up ----
 
     def close(self) -> bool:
-        """The program closes the stream, which aborts it unless all layers were pushed."""
+        """Give up unless all layers were pushed."""
         reason = f"the producer closed the stream after {self.pushed} of {self.layers} layers"
         return self.pushed < self.layers and self.stop(reason)
 
     def stop(self, reason: str) -> bool:
-        """The producer gives up.  The outcome is the consumer's answer to `end`."""
+        """Give up.  The outcome is the consumer's reply to `end`."""
         if self.stopping is not None or self.end_sent or self.outcome is not None:
             return False
         self.stopping = reason
         return True
 
     def abort(self, reason: str) -> bool:
-        """The consumer gave up: that is final."""
+        """Note that the consumer gave up, which is final."""
         return self._decide(Outcome(Verdict.ABORTED, reason))
 
     def lose(self, reason: str) -> bool:
-        """The consumer is lost."""
+        """Note that the consumer is lost."""
         return self._decide(Outcome(Verdict.LOST, reason))
 
     def give_up(self, reason: str) -> bool:
-        """Draining, or the consumer's answer, takes too long."""
+        """Wait no longer: draining, or the consumer's reply, takes too long."""
         self.impatient = True
         return self._decide(Outcome(Verdict.TIMEOUT, reason))
 
     # ---- the end ----
 
     def conclude(self) -> bool:
-        """Enter the conclusion if the time for it has come; True once."""
-        # While the stream is opening, the consumer has not answered yet.
+        """Enter the conclusion if the time for it has come, and return True if this call did."""
+        # While the stream is opening, the consumer has not replied yet.
         if self.phase is not Phase.OPEN or not self.concluding:
             return False
         self.phase = Phase.CONCLUDING
@@ -286,11 +289,11 @@ class ProducerState:
         return End(id, self.stopping is None, self.stopping or "")
 
     def answer(self, outcome: Outcome) -> bool:
-        """The consumer's answer to `end`, or the reason why there is none."""
+        """Take the consumer's reply to `end`, or the reason why there is none."""
         return self._decide(outcome)
 
     def finish(self) -> None:
-        """Nothing of the stream works any more."""
+        """Note that nothing of the stream works any more."""
         self.phase = Phase.CONCLUDED
 
     def _decide(self, outcome: Outcome) -> bool:

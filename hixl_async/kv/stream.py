@@ -235,7 +235,7 @@ class Consumer:
     # ---- messages of the producer ----
 
     def on_open(self, peer: Peer, message: Open, mismatch: str | None) -> None:
-        """The producer uses the ticket.
+        """Accept the opening of a producer that uses the ticket.
 
         :param mismatch: the text of the error, if the layouts differ.
         :raises TicketError: if the ticket was used before, is void, or was changed on its way.
@@ -265,9 +265,9 @@ class Consumer:
         raise failure
 
     def on_end(self, peer: Peer, message: End) -> Outcome:
-        """The producer has nothing more to say.
+        """Take the producer's last message.
 
-        :return: the outcome, which is the answer.
+        :return: the outcome, which is the reply.
         :raises TicketError: if another peer opened the stream.
         """
         if peer is not self._peer:

@@ -1,4 +1,4 @@
-"""Pools on fake engines, where the test decides what happens when."""
+"""Pools on fake engines, where the test decides the order of events."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Pair:
     target: Pool
 
     def layer(self, pool: Pool, ids: tuple[int, ...], layer: int) -> bytes:
-        """The bytes of one layer of some blocks, keys first."""
+        """Return the bytes of one layer of some blocks, keys first."""
         size = pool.layout.block_bytes
         starts = [((2 * layer + half) * pool.blocks + block) * size for half in (0, 1) for block in ids]
         return b"".join(bytes(pool.memory[start : start + size]) for start in starts)
 
     def fill(self, ids: tuple[int, ...], layer: int, value: int) -> None:
-        """Writes one layer of the source blocks."""
+        """Write one layer of the source blocks."""
         size = self.source.layout.block_bytes
         for half in (0, 1):
             for block in ids:
@@ -42,7 +42,7 @@ class Pair:
 
 
 async def settle(rounds: int = 20) -> None:
-    """Lets everything run that is due."""
+    """Let everything run that is due."""
     for _ in range(rounds):
         await asyncio.sleep(0)
 

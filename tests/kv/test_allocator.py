@@ -22,7 +22,7 @@ class Lending(RuleBasedStateMachine):
 
     def granted(self, requests: list[Request]) -> None:
         for request in requests:
-            assert request is self.queue.pop(0), "overtaken"
+            assert request is self.queue.pop(0), "granted out of order"
             self.held.append(request)
 
     @rule(count=st.integers(1, BLOCKS))
@@ -60,7 +60,7 @@ class Lending(RuleBasedStateMachine):
         self.granted(self.allocator.release(self.quarantined.pop().ids))
 
     @invariant()
-    def nothing_is_lent_twice_and_nobody_waits_in_vain(self) -> None:
+    def nothing_is_lent_twice_and_no_request_waits_in_vain(self) -> None:
         lent = [block for request in self.held + self.quarantined for block in request.ids]
         assert len(set(lent)) == len(lent)
         assert all(len(request.ids) == request.count for request in self.held)
@@ -98,7 +98,7 @@ def test_lowest_ids_first_or_the_given_order() -> None:
     assert Allocator(4, [2, 0, 3, 1]).request(3).ids == (2, 0, 3)
 
 
-def test_blocks_that_nobody_asked_for_cost_nothing() -> None:
+def test_blocks_that_were_never_lent_cost_nothing() -> None:
     allocator = Allocator(1 << 60)
     first, second = allocator.request(3), allocator.request(2)
     allocator.release(first.ids[1:])

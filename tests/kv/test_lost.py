@@ -1,4 +1,4 @@
-"""What the program has lost, without closing it, is closed with a warning; and closing begins at the call."""
+"""Resources that the program loses are closed with a warning; closing begins at the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .conftest import LAYOUT, Pair, settle
 
 @contextmanager
 def lost(*words: str) -> Iterator[None]:
-    """Expects exactly one ResourceWarning, with these words, once the garbage is collected."""
+    """Expect exactly one ResourceWarning, with these words, once the garbage is collected."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -31,7 +31,7 @@ def lost(*words: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Expects no warning, of coroutines that were never awaited neither."""
+    """Expect no warning at all, also none of coroutines that were never awaited."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

@@ -23,7 +23,7 @@ LAYERS = 3
 
 
 class Flight:
-    """What the driver does for one layer: write, perhaps store the word, report, release."""
+    """The driver's work for one layer: write, perhaps store the word, report, release."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -65,7 +65,7 @@ class Streaming(RuleBasedStateMachine):
     # ---- the producer ----
 
     def conclude(self) -> None:
-        """What `Producer` does after every event."""
+        """Do what `Producer` does after every event."""
         state = self.producer
         state.conclude()
         if state.stopping is not None:
@@ -248,7 +248,7 @@ class Streaming(RuleBasedStateMachine):
             assert self.consumer.outcome.verdict is Verdict.FINISHED
 
     @invariant()
-    def nobody_writes_fenced_blocks(self) -> None:
+    def fenced_blocks_are_not_written(self) -> None:
         if self.consumer.fenced and not self.dead:
             assert not self.flying("writing")
 
@@ -258,7 +258,7 @@ class Streaming(RuleBasedStateMachine):
         assert len(set(self.consumer.landed)) == len(self.consumer.landed)
 
     def teardown(self) -> None:
-        """Everything that is due happens; then both sides have ended, and agree."""
+        """Let everything happen that is due; then both sides have ended, and agree."""
         if self.connected and self.to_consumer and self.to_consumer[0] == "open":
             self.deliver_to_consumer()
         for _ in range(4):
@@ -281,7 +281,7 @@ class Streaming(RuleBasedStateMachine):
             while self.to_consumer:
                 self.deliver_to_consumer()
             self.one_outcome()
-            self.nobody_writes_fenced_blocks()
+            self.fenced_blocks_are_not_written()
         if not self.consumer.opened:
             self.consumer.stop(Outcome(Verdict.TIMEOUT, "expired"))
             assert self.consumer.fenced

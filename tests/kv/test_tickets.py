@@ -1,17 +1,18 @@
-"""What a ticket grants cannot be changed on its way to the producer."""
+"""A ticket that was changed on its way to the producer is refused."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hixl_async.errors import TicketError
-from hixl_async.kv import Verdict
+from hixl_async.errors import StreamAbortedError, TicketError
+from hixl_async.kv import Ticket, Verdict
 
 from .conftest import LAYOUT, Pair, settle
 
@@ -93,3 +94,36 @@ async def test_a_ticket_survives_json_whatever_the_order_of_its_fields(pair: Pai
             for layer in range(LAYOUT.layers):
                 out.push(layer, source[layer])
         await blocks.stream().finished()
+
+
+@pytest.mark.parametrize(("field", "value"), [("pool_blocks", 17), ("pool_blocks", (1 << 31) - 1), ("layers", 3)])
+async def test_a_consumer_whose_tickets_are_wrong_is_not_written(pair: Pair, field: str, value: int) -> None:
+    async with pair.target.reserve(blocks=2) as blocks:
+        blocks.ticket()
+        consumer = next(iter(pair.target._registry.incoming.values()))
+        consumer.ticket = replace(consumer.ticket, **{field: value})
+        with pytest.raises(TicketError, match="the ticket speaks of"):
+            await pair.source.open_stream(pair.to_d, consumer.ticket.body())
+        with pytest.raises(StreamAbortedError, match="could not open the stream"):
+            await blocks.stream().finished()
+        await blocks.fenced()
+    assert pair.p.flights == []
+
+
+def test_the_digest_is_the_same_everywhere() -> None:
+    ticket = Ticket(
+        id="id",
+        address="[::1]:5",
+        engine="d\N{LATIN SMALL LETTER U WITH DIAERESIS}",
+        incarnation="0f",
+        pool="kv",
+        signals="kv.signals",
+        pool_blocks=16,
+        layers=4,
+        blocks=(3, 1, 2),
+        slot=3,
+        generation=(1 << 53) - 1,
+        layout="9f",
+    )
+    assert Ticket.parse(ticket.body()) == ticket
+    assert ticket.digest() == "12ed02d8a9546527427b9c0a0b65b1da"
