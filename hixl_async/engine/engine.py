@@ -206,12 +206,15 @@ class Engine(Core):
         :return: an awaitable; cancelling it does not stop the end, so that no engine is left half closed.
         :raises WrongLoopError: if called in another event loop than that in which the engine was opened.
         """
-        if self.forked or self.loop is None or (self.closed and self._closing is None):
-            return Closing(None)
-        if self._closing is None:
+        return Closing(self, self._begin_to_close)
+
+    def _begin_to_close(self) -> asyncio.Task[None] | None:
+        if self.forked or self.loop is None:
+            return None
+        if self._closing is None and not self.closed:
             self._must_be_here()
             self._closing = self.loop.create_task(self._close())
-        return Closing(self._closing)
+        return self._closing
 
     async def _close(self) -> None:
         self._refuse_work()

@@ -155,14 +155,15 @@ class Links:
             self._session.spawn(self._join(link, joining))
 
     def _vouch(self, link: Link, card: bytes) -> bytes:
-        """Return the card with a pid that the kernel confirms: a same-host driver's card begins with the pid of its maker."""
+        """Replace the pid at the beginning of a same-host driver's card by the number that the kernel has for it here, or 0.
+
+        The peer's own number means nothing in another pid namespace, and need not be true.
+        """
         if not link.driver.capabilities & CAP_SAME_HOST:
             return card
         credentials = self._session.connection.credentials
-        claimed = int.from_bytes(card[:4], sys.byteorder)
-        if credentials is not None and claimed == credentials.pid:
-            return card
-        return bytes(4) + card[4:]
+        pid = credentials.pid if credentials is not None else 0
+        return max(0, pid).to_bytes(4, sys.byteorder) + card[4:]
 
     async def _join(self, link: Link, joining: Awaitable[int]) -> None:
         try:

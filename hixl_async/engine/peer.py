@@ -462,10 +462,10 @@ class Peer:
 
         :return: an awaitable; cancelling it only ends the wait.
         """
-        self._host.check()
-        return Closing(self._close())
+        return Closing(self, self._close)
 
     def _close(self) -> asyncio.Task[None]:
+        self._host.check()
         if self.state is PeerState.UP:
             self._begin_closing()
         return self._end(self._leave())

@@ -168,11 +168,14 @@ class RegionTable:
 
     def withdraw(self, region: Region) -> Closing:
         """Revoke a region, and wait for its users for as long as the engine's ``close_timeout``.  Idempotent."""
+        return Closing(region, lambda: self._withdraw(region))
+
+    def _withdraw(self, region: Region) -> asyncio.Task[None] | None:
         self.revoke(region)
         if self._core.closed:
-            return Closing(None)
+            return None
         self._host.check()
-        return Closing(self._host.spawn(self._wait_for_users(region)))
+        return self._host.spawn(self._wait_for_users(region))
 
     async def _wait_for_users(self, region: Region) -> None:
         users = [peer for peer in self._peers if region in peer._exports]
