@@ -2,8 +2,8 @@
 
     python examples/kv_stream.py
 
-The decode worker reserves blocks and answers with a ticket. The prefill worker computes layer after layer and pushes each one, while the next is
-being computed. The decode worker uses each layer as it lands.
+The decode worker reserves blocks and answers with a ticket. The prefill worker computes layer after layer and pushes
+each one, while the next is being computed. The decode worker uses each layer as it lands.
 """
 
 import asyncio

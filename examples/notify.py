@@ -2,8 +2,9 @@
 
     python examples/notify.py
 
-The producer writes items into the slots of the consumer's window, and a notification after each. The consumer answers with a credit for each slot
-that is free again; the producer writes only while it has credits. Without them it would overwrite items that were not read yet.
+The producer writes items into the slots of the consumer's window, and a notification after each. The consumer answers
+with a credit for each slot that is free again, and the producer writes only while it has credits. Without them it would
+overwrite items that were not read yet.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
     python examples/read_windows.py
 
-The owner exports a table of 1,000 rows for reading. The reader takes single rows, and then the same 100 rows again and again by one prepared
-batch. The owner runs no code for any of it.
+The owner exports a table of 1,000 rows for reading. The reader takes a single row, and then the same 100 rows again and
+again by one prepared batch. The owner runs no code for any of it.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
     python examples/write.py
 
-The receiver starts, lends a window of its memory, and waits. The sender writes 8 MiB into it: the receiver runs no code for that, and
-learns of it by the notification that follows the data.
+The receiver starts, lends a window of its memory, and waits. The sender writes 8 MiB into it. The receiver runs no code
+for that, and learns of it by the notification that follows the data.
 """
 
 import asyncio
