@@ -83,7 +83,7 @@ optional: $(VENV)/extra-demo $(VENV)/model $(VENV)/torch  ## packages without wh
 
 # Griffe reads stubs and imports the compiled modules for their docstrings.
 docs: $(BUILT) $(VENV)/extra-docs  ## the documentation as a site, in build/site; warnings and dead links fail
-	$(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	$(PY) docs/tools/check_site.py build/site
 
 build: $(BUILT)  ## compile what changed into the source tree; HIXL_ASYNC_DEBUG=1 for assertions

@@ -29,9 +29,11 @@ PUBLIC = ("hixl_async", "hixl_async.kv", "hixl_async.testing")
 class Docstrings(griffe.Extension):
     """Completes every object of a package once it is loaded."""
 
-    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         public = dict(_public_names())
-        for obj in _walk(pkg):
+        for obj in list(_walk(pkg)):
+            if isinstance(obj, griffe.Class):
+                _show_constructor(obj)
             if isinstance(obj, griffe.Function):
                 for parameter in obj.parameters:
                     parameter.annotation = _spelled_out(parameter.annotation)
@@ -40,6 +42,9 @@ class Docstrings(griffe.Extension):
                 obj.docstring = griffe.Docstring(text, parent=obj)
             if obj.docstring is not None:
                 obj.docstring.value = markdown(obj.docstring.value, obj, public)
+                obj.docstring.parser = loader.docstring_parser
+                obj.docstring.parser_options = loader.docstring_options
+                _link_errors(obj.docstring, pkg, public)
 
 
 def markdown(text: str, obj: griffe.Object, public: dict[str, str]) -> str:
@@ -63,6 +68,14 @@ def markdown(text: str, obj: griffe.Object, public: dict[str, str]) -> str:
     return "".join(part if part.startswith("```") else _NAME.sub(link, part) for part in parts)
 
 
+def _link_errors(docstring: griffe.Docstring, pkg: griffe.Module, public: dict[str, str]) -> None:
+    """Let the errors that a docstring lists lead to their entries, whether or not its module has imported them."""
+    for section in docstring.parsed:
+        for item in section.value if isinstance(section, griffe.DocstringSectionRaises) else ():
+            if str(item.annotation) in public:
+                item.annotation = griffe.ExprName(str(item.annotation), parent=pkg)
+
+
 def _fence(match: re.Match[str]) -> str:
     before = match["text"].rstrip()
     code = textwrap.dedent(match["code"]).strip("\n")
@@ -83,11 +96,23 @@ def _walk(obj: griffe.Object) -> Iterator[griffe.Object]:
             yield from _walk(member)
 
 
+def _show_constructor(cls: griffe.Class) -> None:
+    """Show what a stub says of ``__new__`` as the class's parameters, and nothing where the class is not to be called."""
+    overloads = cls.overloads.pop("__new__", None)
+    if overloads:
+        cls.set_member("__init__", overloads[0])
+        overloads[0].name = "__init__"
+        overloads[0].overloads = overloads[1:]
+    constructor = cls.members.get("__init__")
+    if isinstance(constructor, griffe.Function) and str(constructor.returns) == "NoReturn":
+        del cls.members["__init__"]
+
+
 def _comment_above(obj: griffe.Object) -> str:
     """Return the ``#:`` lines above an attribute."""
     if not isinstance(obj, griffe.Attribute) or obj.lineno is None or isinstance(obj.filepath, list):
         return ""
-    source = obj.lines_collection[obj.filepath]
+    source = obj.lines_collection[obj.filepath] if obj.filepath in obj.lines_collection else []
     found: list[str] = []
     for line in reversed(source[: obj.lineno - 1]):
         if not line.lstrip().startswith("#:"):

@@ -60,8 +60,6 @@ def blocks(page: Path) -> Iterator[Block]:
         if not hidden and match["language"] != "python":
             continue
         code = match["hidden"] if hidden else inspect.cleandoc("\n" + match["code"]) + "\n"
-        if code.startswith("--8<--"):
-            continue  # an example, which has tests of its own
         output = None
         if (
             following is not None
