@@ -24,6 +24,7 @@ from .handshake import PROTOCOL_VERSION
 from .identity import Identity
 from .listener import Listener
 from .process import Credentials
+from .scheduler import FairScheduler
 
 __all__ = [
     "ESTABLISHED_LIMIT",
@@ -31,6 +32,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "Connection",
     "Credentials",
+    "FairScheduler",
     "Identity",
     "Listener",
     "dial",

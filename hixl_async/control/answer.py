@@ -17,6 +17,7 @@ from .listener_handshake import ListenerHandshake
 from .process import Credentials, peer_credentials
 from .refusal import refusal
 from .rendezvous import RendezvousName, admit_descriptors
+from .scheduler import FairScheduler
 from .secret import Secret
 
 __all__ = ["Answer", "refuse"]
@@ -34,7 +35,13 @@ class Answer:
     """Answers one dialler; owns its sockets until they are handed to a connection."""
 
     def __init__(
-        self, sock: socket.socket, identity: Identity, secret: Secret, sight: Sight, name: RendezvousName
+        self,
+        sock: socket.socket,
+        identity: Identity,
+        secret: Secret,
+        sight: Sight,
+        name: RendezvousName,
+        scheduler: FairScheduler,
     ) -> None:
         """
         :param sight: what we see whoever dials; the TCP connection is added here.
@@ -45,6 +52,7 @@ class Answer:
             self._tcp = TcpChannel(sock)
         except OSError as error:
             raise PeerLostError(f"the dialler left at once: {error.strerror}", native=error.errno) from None
+        self._scheduler = scheduler
         self._owned: set[TcpChannel | UnixChannel] = {self._tcp}
         self._joined: asyncio.Future[_Joined] = asyncio.get_running_loop().create_future()
         self._handshake = ListenerHandshake(identity, secret, sight._replace(tcp_path=path), name)
@@ -83,7 +91,7 @@ class Answer:
             for action in actions:
                 if isinstance(action, Established):
                     self._owned.discard(channel)
-                    return Connection.over(channel, action, dialled=False)
+                    return Connection.over(channel, action, self._scheduler, dialled=False)
                 assert isinstance(action, Send), "the listening side opens nothing"
                 assert action.leg is leg, "it answers where it was asked"
                 await waiting.send(channel, action.message)

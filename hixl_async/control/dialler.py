@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 
 from ..errors import BusyError, ConnectError, HixlError, InvalidArgumentError, PeerLostError
 from ..types import Address
@@ -16,6 +15,7 @@ from .handshake import Action, Established, Leg, OpenUnix, Sight
 from .identity import Identity
 from .process import LocalUser, peer_credentials, start_time
 from .rendezvous import Scope
+from .scheduler import FairScheduler
 from .secret import Secret
 
 __all__ = ["dial"]
@@ -31,7 +31,7 @@ async def dial(
     secret: bytes | None = None,
     unix_dir: str | None = None,
     timeout: float = 5.0,
-    expect: Callable[[Identity], None] | None = None,
+    scheduler: FairScheduler | None = None,
 ) -> Connection:
     """Connects to the engine that listens on `address`, and authenticates both sides.
 
@@ -39,7 +39,7 @@ async def dial(
     :param secret: the shared secret; None connects processes of one user on one host only.
     :param unix_dir: the directory shared with containers in which to look for the other side's Unix socket.
     :param timeout: seconds for everything together.
-    :param expect: looks at the other side's identity; what it raises is raised here, and the connection dropped.
+    :param scheduler: shares the time of the loop between the connections of an engine; None: with no others.
     :raises AuthenticationError: if one side does not, or cannot, trust the other, or their domains differ.
     :raises ProtocolError: if the other side is no engine, or speaks no protocol version that we do.
     :raises ConnectError: if nobody listens there, or it took too long.
@@ -58,9 +58,7 @@ async def dial(
                     call.close()
                     call.step = "it is busy"
                     await asyncio.sleep(random.uniform(*_BUSY_RETRY))
-        if expect is not None:
-            expect(established.identity)
-        return call.connection(established)
+        return call.connection(established, scheduler or FairScheduler())
     except TimeoutError:
         raise ConnectError(f"{address} did not answer within {timeout:g} s ({call.step})") from None
     except PeerLostError as error:
@@ -126,9 +124,9 @@ class _Call:
         self._owned[Leg.UNIX] = UnixChannel(sock)
         return handshake.unix_opened(peer_credentials(sock))
 
-    def connection(self, established: Established) -> Connection:
-        """Hands over the socket of the leg that was chosen."""
-        return Connection.over(self._owned.pop(established.leg), established, dialled=True)
+    def connection(self, established: Established, scheduler: FairScheduler) -> Connection:
+        """Hand over the socket of the transport that was chosen."""
+        return Connection.over(self._owned.pop(established.leg), established, scheduler, dialled=True)
 
     def close(self) -> None:
         """Closes what was not handed over."""

@@ -23,6 +23,7 @@ from .handshake import Sight
 from .identity import Identity
 from .process import LocalUser, start_time
 from .rendezvous import Rendezvous, Scope
+from .scheduler import FairScheduler
 from .secret import Secret
 
 __all__ = ["Listener"]
@@ -48,6 +49,7 @@ class Listener:
         max_handshakes: int,
         on_connection: Callable[[Connection], None],
         on_refused: Callable[[HixlError], None] | None,
+        scheduler: FairScheduler,
     ) -> None:
         """Use `open`."""
         #: Where it listens, with the actual port; None if it does not.
@@ -59,6 +61,7 @@ class Listener:
         self._max_handshakes = max_handshakes
         self._on_connection = on_connection
         self._on_refused = on_refused
+        self._scheduler = scheduler
         self._loop = asyncio.get_running_loop()
         self._tcp: socket.socket | None = None
         self._rendezvous: Rendezvous | None = None
@@ -77,6 +80,7 @@ class Listener:
         max_handshakes: int = 64,
         on_connection: Callable[[Connection], None],
         on_refused: Callable[[HixlError], None] | None = None,
+        scheduler: FairScheduler | None = None,
     ) -> Self:
         """Starts to listen.
 
@@ -88,6 +92,7 @@ class Listener:
         :param max_handshakes: how many may be under way on each of the two sockets; the others wait.
         :param on_connection: takes each connection; its owner calls ``start`` and, in the end, ``aclose``.
         :param on_refused: takes the reason of each handshake that failed; else it is logged at level INFO.
+        :param scheduler: shares the time of the loop between all connections of an engine; None: of this listener.
         :raises InvalidArgumentError: if `address` is no address of this machine or, without a secret, one that other
             machines can reach, or `unix_dir` is not usable.
         :raises AddressInUseError: if somebody listens there already.
@@ -101,6 +106,7 @@ class Listener:
             max_handshakes=max_handshakes,
             on_connection=on_connection,
             on_refused=on_refused,
+            scheduler=scheduler or FairScheduler(),
         )
         if address is not None:
             try:
@@ -156,7 +162,9 @@ class Listener:
         assert self._rendezvous is not None
         answer: Answer | None = None
         try:
-            answer = Answer(sock, self._identity_factory(), self._secret, self._sight, self._rendezvous.name)
+            answer = Answer(
+                sock, self._identity_factory(), self._secret, self._sight, self._rendezvous.name, self._scheduler
+            )
             self._answers[answer.connection_id] = answer
             async with self._in_time():
                 connection = await answer.run()

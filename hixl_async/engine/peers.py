@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..control import Connection, dial
+from ..control import Connection, FairScheduler, dial
 from ..errors import ClosedError, ConnectError, HixlError, PeerLostError
 from ..types import Address, PeerState
 from .peer import Peer
@@ -42,6 +42,8 @@ class Peers:
         self._locks: weakref.WeakValueDictionary[Address, asyncio.Lock] = weakref.WeakValueDictionary()
         self._dialling: set[asyncio.Task[Connection]] = set()
         self._acceptors: list[Queue[Peer]] = []
+        #: Shares the time of the loop between all connections of the engine.
+        self.scheduler = FairScheduler()
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -114,6 +116,7 @@ class Peers:
                 secret=engine.config.secret,
                 unix_dir=engine.config.unix_dir,
                 timeout=max(0, round(until - engine.loop.time(), 2)),  # it is shown to people
+                scheduler=self.scheduler,
             )
         )
         self._dialling.add(dialling)

@@ -196,21 +196,6 @@ class TestSucceeds:
         mine, _ = await host.pair()
         assert mine.identity.drivers == ("shm", "ucx")
 
-    async def test_expect_sees_the_identity(self, listen: HostFactory) -> None:
-        host = await listen()
-        seen: list[Identity] = []
-        await host.dial(expect=seen.append)
-        assert seen == [host.identity]
-
-        def disappointed(_: object) -> None:
-            raise ConnectError("not the one")
-
-        await host.connections.get()
-        with pytest.raises(ConnectError, match="not the one"):
-            await host.dial(expect=disappointed)
-        lost = Inbox(await host.connections.get()).lost
-        assert "closed" in str(await lost)
-
 
 class TestRefuses:
     async def test_another_secret(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,7 +311,7 @@ class TestExhaustion:
             elsewhere(monkeypatch)
         mine, theirs = await host.pair()
         inbox = Inbox(theirs)
-        data = codec.encode("x", {"a": [{str(number): 0} for number in range(2000)] + [1] * 20_000})
+        data = codec.encode("x", {"a": [{str(number): 0} for number in range(2000)] + [1] * 12_000})
 
         def flood() -> None:
             channel = mine._channel
