@@ -22,6 +22,7 @@ from .connection import Connection
 from .dialler import dial
 from .handshake import PROTOCOL_VERSION
 from .identity import Identity
+from .limits import ConnectionLimits
 from .listener import Listener
 from .process import Credentials
 from .scheduler import FairScheduler
@@ -31,6 +32,7 @@ __all__ = [
     "MAX_DESCRIPTORS",
     "PROTOCOL_VERSION",
     "Connection",
+    "ConnectionLimits",
     "Credentials",
     "FairScheduler",
     "Identity",

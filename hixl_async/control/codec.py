@@ -1,7 +1,7 @@
 """Messages and frames of the control protocol: bytes in, bytes out, no sockets.
 
-A message is a JSON object ``{"body":{...},"kind":"..."}`` in UTF-8.  On the Unix leg one packet is one message.  On the
-TCP leg a frame is a big-endian 32-bit length and that many bytes: the message, followed, once the two sides have
+A message is a JSON object ``{"body":{...},"kind":"..."}`` in UTF-8.  On the Unix transport one packet is one message.  On the
+TCP transport a frame is a big-endian 32-bit length and that many bytes: the message, followed, once the two sides have
 authenticated each other, by the 16 bytes of its `Seal`.
 
 What arrives is hostile until proved otherwise: sizes are checked before anything is allocated, and every complaint is a
@@ -116,7 +116,7 @@ def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
 
 
 class Seal:
-    """Numbers and authenticates the messages of one direction of the TCP leg.
+    """Numbers and authenticates the messages of one direction of the TCP transport.
 
     The handshake only proves who was there at its end; the seal keeps somebody in the middle from adding, dropping or
     changing messages later.  It hides nothing.

@@ -67,20 +67,21 @@ class Connection:
         version: int,
         credentials: Credentials | None,
         pidfd: int | None,
-        detour: str,
+        fallback: str,
         scheduler: FairScheduler,
+        on_closed: Callable[[], None] | None = None,
     ) -> None:
         #: Who is at the other end, in its own words.
         self.identity = identity
         #: The protocol version that both sides speak.
         self.version = version
-        #: The process at the other end, in the kernel's words; None without a Unix leg.
+        #: The process at the other end, in the kernel's words; None without a Unix transport.
         self.credentials = credentials
         #: Becomes readable when that process has died; None if that cannot be had. Open until `aclose` or `abandon`,
         #: also after the connection was lost.
         self.pidfd = pidfd
-        #: Why there is no Unix leg; "" if there is one.
-        self.detour = detour
+        #: Why there is no Unix transport; "" if there is one.
+        self.fallback = fallback
         self._loop = asyncio.get_running_loop()
         self._channel = channel
         self._state = _State.OPEN
@@ -92,18 +93,26 @@ class Connection:
         self._queued_bytes = 0
         self._queued_descriptors = 0
         self._scheduler = scheduler
+        self._on_closed = on_closed
         self._held: Packet | None = None  # a large message that waits for a pass of its own
         self._first: asyncio.Handle | None = None  # the first look at what came before `start`
         self._flushed: asyncio.Future[None] | None = None
 
     @classmethod
     def over(
-        cls, channel: TcpChannel | UnixChannel, established: Established, scheduler: FairScheduler, *, dialled: bool
+        cls,
+        channel: TcpChannel | UnixChannel,
+        established: Established,
+        scheduler: FairScheduler,
+        *,
+        dialled: bool,
+        on_closed: Callable[[], None] | None = None,
     ) -> Connection:
         """Make a connection of what a handshake has established over `channel`, which belongs to it from now on.
 
         :param scheduler: shares the time of the loop between this connection and others.
         :param dialled: True on the side that dialled.
+        :param on_closed: called once everything is closed.
         """
         to_listener, to_dialler = (Seal(key) for key in established.keys)
         channel.establish(*((to_dialler, to_listener) if dialled else (to_listener, to_dialler)))
@@ -117,13 +126,14 @@ class Connection:
             version=established.version,
             credentials=credentials,
             pidfd=pidfd,
-            detour=established.detour,
+            fallback=established.fallback,
             scheduler=scheduler,
+            on_closed=on_closed,
         )
 
     def __repr__(self) -> str:
-        leg = "unix" if self.same_host else "tcp"
-        return f"<Connection to {self.identity.name!r} over {leg}, {self._state.value}>"
+        transport = "unix" if self.same_host else "tcp"
+        return f"<Connection to {self.identity.name!r} over {transport}, {self._state.value}>"
 
     def __del__(self) -> None:
         if self._state is not _State.CLOSED:
@@ -133,7 +143,7 @@ class Connection:
     @property
     def same_host(self) -> bool:
         """True if the two processes met on a Unix socket: they share a machine, and descriptors can be sent."""
-        return not self.detour
+        return not self.fallback
 
     def start(self, on_message: MessageCallback, on_lost: LostCallback) -> None:
         """Delivers messages from now on, the earlier ones first; never from inside this call.
@@ -170,7 +180,7 @@ class Connection:
         data = codec.encode(kind, body)
         if fds:
             if not self.same_host:
-                raise ProtocolError(f"descriptors cannot be sent to {self.identity.name!r}: {self.detour}")
+                raise ProtocolError(f"descriptors cannot be sent to {self.identity.name!r}: {self.fallback}")
             if len(fds) > MAX_DESCRIPTORS:
                 raise ProtocolError(f"a message carries at most {MAX_DESCRIPTORS} descriptors, not {len(fds)}")
         try:
@@ -204,7 +214,7 @@ class Connection:
         """Waits while it is crowded; returns at once if nothing can be sent any more."""
         while self._state is _State.OPEN and self.crowded:
             waiter = self._loop.create_future()
-            self._waiting.append(waiter)
+            self._socket_io.append(waiter)
             await waiter
 
     def _make_room(self) -> None:
@@ -239,6 +249,9 @@ class Connection:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+        if self._on_closed is not None:
+            self._on_closed()
+            self._on_closed = None
 
     def _pump(self) -> None:
         """Deliver what has arrived, in the connection's turn."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from hixl_async.control import Connection, codec
+from hixl_async.control import Connection, FairScheduler, codec
 from hixl_async.control import channel as channel_module
 from hixl_async.control import connection as connection_module
 from hixl_async.errors import ClosedError, ConnectError, HixlError, PeerLostError, ProtocolError
@@ -31,7 +31,7 @@ Pair = tuple[Connection, Connection]
 async def pair(
     request: pytest.FixtureRequest, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Pair]:
-    """Both ends of a connection, over each kind of leg."""
+    """Both ends of a connection, over each kind of transport."""
     host = await listen(secret=SECRET)
     if request.param == "tcp":
         elsewhere(monkeypatch)
@@ -589,7 +589,13 @@ class TestCloses:
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with pytest.warns(ResourceWarning, match="unclosed <Connection"):
             Connection(
-                channel_module.UnixChannel(one), mine.identity, version=1, credentials=None, pidfd=os.dup(0), detour=""
+                channel_module.UnixChannel(one),
+                mine.identity,
+                version=1,
+                credentials=None,
+                pidfd=os.dup(0),
+                fallback="",
+                scheduler=FairScheduler(),
             )
         assert other.recv(1) == b""
         other.close()
