@@ -214,7 +214,7 @@ class Connection:
         """Waits while it is crowded; returns at once if nothing can be sent any more."""
         while self._state is _State.OPEN and self.crowded:
             waiter = self._loop.create_future()
-            self._socket_io.append(waiter)
+            self._waiting.append(waiter)
             await waiter
 
     def _make_room(self) -> None:
