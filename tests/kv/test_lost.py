@@ -84,8 +84,8 @@ async def test_lost_blocks_are_quarantined_while_a_peer_may_write_them(pair: Pai
             del blocks
         await settle()
         assert pair.target.statistics() == (14, 0, 2, 0)
-        pair.p.flights[0].land()
-        pair.p.flights[0].release()
+        pair.p.transfers[0].land()
+        pair.p.transfers[0].release()
         with pytest.raises(StreamAbortedError, match="the consumer lost its blocks"):
             await out.finished()
         await settle()
@@ -119,9 +119,9 @@ async def test_lost_source_blocks_stay_until_their_pushes_are_drained(pair: Pair
             del source
         await settle()
         assert pair.source.statistics() == (14, 0, 2, 0)
-        for flight in pair.p.flights:
-            flight.land()
-            flight.release()
+        for transfer in pair.p.transfers:
+            transfer.land()
+            transfer.release()
         await out.finished()
         assert pair.source.statistics() == (16, 0, 0, 0)
         assert pair.layer(pair.target, blocks.ids[:1], 3)[0] == 5
@@ -171,8 +171,8 @@ async def test_a_push_stream_with_all_layers_ends_by_itself(pair: Pair) -> None:
                 out.push(layer, source[layer])
             del out
         for number in range(LAYOUT.layers):
-            pair.p.flights[number].land()
-            pair.p.flights[number].release()
+            pair.p.transfers[number].land()
+            pair.p.transfers[number].release()
         await blocks.stream().finished()
 
 
@@ -278,7 +278,7 @@ async def test_cancelling_the_wait_for_a_pool_does_not_stop_its_closing(pair: Pa
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    pair.p.flights[0].release()
+    pair.p.transfers[0].release()
     await pair.target.aclose()
     assert pair.d.handlers == {}
     await out.aclose()
