@@ -49,7 +49,7 @@ async def test_lost_blocks_come_back(pair: Pair) -> None:
     assert pair.target.statistics() == (16, 0, 0, 0)
 
 
-async def test_a_task_that_is_cancelled_between_two_reservations_loses_none(pair: Pair) -> None:
+async def test_a_task_that_is_cancelled_between_two_reservations_loses_no_blocks(pair: Pair) -> None:
     waiting = asyncio.Event()
 
     with lost("pool 'kv'"):
@@ -186,7 +186,7 @@ async def test_a_lost_pool_is_closed(pair: Pair) -> None:
     assert pair.d.regions["other.signals"].closed
 
 
-async def test_a_pool_is_there_as_long_as_what_was_made_of_it(pair: Pair) -> None:
+async def test_a_pool_lives_as_long_as_its_blocks_and_streams(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as target:
         pool = Pool(pair.p, LAYOUT, blocks=4, name="other")
         with quiet():
@@ -256,7 +256,7 @@ async def test_a_stream_aborts_at_the_call(pair: Pair, side: str) -> None:
             assert await end.abort() == await asyncio.create_task(end.abort()) == Outcome(Verdict.ABORTED, "enough")
 
 
-async def test_what_closes_is_awaited_in_every_way(pair: Pair) -> None:
+async def test_closing_can_be_awaited_in_every_way(pair: Pair) -> None:
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
         for way in (asyncio.create_task, asyncio.ensure_future, group.create_task, asyncio.shield, asyncio.gather):
             blocks = await pair.target.reserve(blocks=2)
