@@ -26,7 +26,7 @@ def report(script: str, *arguments: str) -> dict[str, Any]:
     done = run(script, *arguments, "--json")
     assert done.returncode == 0, done.stderr
     content: dict[str, Any] = json.loads(done.stdout)
-    assert content["schema"] == 1
+    assert content["schema"] == 2
     assert content["benchmark"] == script.removesuffix(".py")
     assert content.keys() >= {"started", "seconds", "arguments", "commit", "machine", "versions"}
     return content

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("numpy")
 
-from rig.ahead import ahead
 from rig.charts import Band, Bar, Curve, Panel, Plot, bars, curves
 from rig.goals import NIXL_ASYNCIO, NIXL_SPIN, Reports, Row, goals
+from rig.losses import losses
 
 from .program import report, run
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.timeout(120)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def figure(part: str, rung: str, ratio: float | None, value: float = 1e6, **words: Any) -> dict[str, Any]:
+def figure(part: str, level: str, ratio: float | None, value: float = 1e6, **words: Any) -> dict[str, Any]:
     estimate = {"median": value, "low": value, "high": value}
     return {
         "part": part,
         "loop": "asyncio",
         "case": "hot",
-        "rung": rung,
+        "level": level,
         "verb": "write",
         "bytes": 4096,
         "descriptors": 1,
@@ -45,12 +45,12 @@ def figure(part: str, rung: str, ratio: float | None, value: float = 1e6, **word
     }
 
 
-def series(contestant: str, nanoseconds: list[float]) -> dict[str, Any]:
+def series(competitor: str, nanoseconds: list[float]) -> dict[str, Any]:
     return {
         "kind": "write",
         "size": 4096,
         "parts": 1,
-        "contestant": contestant,
+        "competitor": competitor,
         "iterations": 1,
         "nanoseconds": nanoseconds,
         "cpu": nanoseconds,
@@ -145,13 +145,13 @@ def test_where_others_are_ahead() -> None:
         {"loop": "asyncio", "carrier": name, "tokens": 512, "requests": 1, "turns": [turn]}
         for name, turn in (("hixl_async", ours), ("sockets", theirs))
     ]
-    assert list(ahead({"side_by_side": {"series": side}, "sweep": {"cases": cases}})) == [
+    assert list(losses({"side_by_side": {"series": side}, "sweep": {"cases": cases}})) == [
         "write, 4 KiB, time: hixl_async, asyncio 15.0 ns; NIXL 13.5 ns",
         "write, 4 KiB, CPU time: hixl_async, asyncio 15.0 ns; NIXL 13.5 ns",
         "prefill and decode, TTFT: sockets in 1 of 1 cases, by 50.0 % (1.00 ms)",
         "prefill and decode, tokens/s: sockets in 1 of 1 cases, by 50.0 %",
     ]
-    assert list(ahead({})) == []
+    assert list(losses({})) == []
 
 
 def test_against_the_better_of_two() -> None:
@@ -205,28 +205,35 @@ def test_the_report(tmp_path: Path) -> None:
     remarks.write_text("## Remarks\n\nIt was raining.\n")
     done = run("report.py", "--from", str(reports), "--out", str(tmp_path / "out"), "--remarks", str(remarks))
     assert done.returncode == 0, done.stderr
-    text = (tmp_path / "out" / "RESULTS.md").read_text()
-    assert "| `await engine.write(...)`, 4 KiB, fresh slices | <= 1 us | " in text
-    assert "`python benchmarks/side_by_side.py --quick --only" in text
+    summary, details = ((tmp_path / "out" / name).read_text() for name in ("RESULTS.md", "DETAILS.md"))
+    for text in (summary, details):
+        assert "| `await engine.write(...)`, 4 KiB, fresh slices | <= 1 us | " in text
+        assert "## Where others are ahead" in text
+        # Every line of a table has as many cells as its head.
+        table = [line for line in text.splitlines() if line.startswith("|")]
+        assert {line.count("|") for line in table} == {7}
+        # What is missed, or was not measured, is told before the table.
+        assert " are met, " in text
+    # One page: no figures without a goal, and no tables of benchmarks.
+    assert "4 KiB against gloo, receiver told" in details
+    assert "4 KiB against gloo, receiver told" not in summary
+    assert "```" not in summary
+    assert "[remarks.md](remarks.md)" in summary
+    assert "`python benchmarks/side_by_side.py --quick --only" in details
     for name in ("latency", "cpu", "sweep"):
-        assert f"![{name}]({name}.svg)" in text
+        assert f"![{name}]({name}.svg)" in details
         assert ET.parse(tmp_path / "out" / f"{name}.svg").getroot().tag == f"{SVG}svg"
-    assert text.index("## Goals") < text.index("It was raining.") < text.index("## Side by side")
-    # Every line of a table has as many cells as its head.
-    table = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in table} == {7}
-    # What is missed, or was not measured, is told before the table.
-    assert " are met, " in text
+    assert details.index("## Figures and goals") < details.index("It was raining.") < details.index("## Side by side")
 
 
 def test_it_runs_what_it_reports(tmp_path: Path) -> None:
     done = run("report.py", "--quick", "--only", "streaming", "--to", str(tmp_path), "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "streaming.json").read_text())["benchmark"] == "streaming"
-    text = (tmp_path / "out" / "RESULTS.md").read_text()
+    text = (tmp_path / "out" / "DETAILS.md").read_text()
     assert "layer streaming, Llama-3-70B" in text
-    # What is not measured is marked, the legend is there, and nobody's remarks are.
-    assert text.count("whole (calculated)") == 1 + 2 * text.count("What is left of the transfer when")
+    # What is not measured is marked, and the legend is there; remarks were not given.
+    assert text.count("whole (calculated)") == 1 + 2 * text.count("The transfer that is left when")
     assert "Computing is simulated" in text
     assert "## Remarks" not in text
     (tmp_path / "empty").mkdir()

@@ -27,7 +27,7 @@ def test_streaming() -> None:
     )
     assert content["rate"] == 1e9
     layer, exposed, whole = content["figures"]
-    assert [one["rung"] for one in (layer, exposed, whole)] == ["layer", "exposed", "whole"]
+    assert [one["level"] for one in (layer, exposed, whole)] == ["layer", "exposed", "whole"]
     assert {(one["part"], one["case"], one["bytes"]) for one in content["figures"]} == {
         ("streaming", "Llama-3-70B", 64 * 512)
     }

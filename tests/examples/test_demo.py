@@ -285,7 +285,10 @@ def test_real_model(start: Callable[..., Demo]) -> None:
     ("arguments", "text"),
     [
         (["--prompt", " \n"], "the prompt is empty"),
-        (["--prompt", "hi", "--length", "0"], "--length 0 is too short: with what makes a chat of it, a prompt has at least"),
+        (
+            ["--prompt", "hi", "--length", "0"],
+            "--length 0 is too short: with what makes a chat of it, a prompt has at least",
+        ),
         (["--tokens", "4000"], "too long: with --tokens 4000, 96 fit"),
         (["--tokens", "0"], "must be a whole number of at least 1, not '0'"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
