@@ -160,8 +160,8 @@ def render(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     device = f"{report['flops'] / 1e12:g} TFLOP/s" if "flops" in report else "its speed"
     yield f"Computing is simulated: a thread sleeps as long as a device of {device} would take, so it uses no CPU time."
-    yield "hixl_async asks the decode process for blocks and opens a stream before a request is computed (opened in); the two-sided"
-    yield "carriers write to memory that was allocated before the run."
+    yield "hixl_async asks the decode process for blocks and opens a stream before a request is computed (opened in); the"
+    yield "two-sided carriers write to memory that was allocated before the run."
     for loop in dict.fromkeys(case["loop"] for case in report["cases"]):
         yield ""
         yield f"{report['model']}, one of {report['ranks']} ranks; medians over turns ({loop})"

@@ -40,9 +40,9 @@ def summary(reports: Found, links: Sequence[str]) -> Iterator[str]:
     first = next(iter(reports.values()))
     yield "# Results"
     yield ""
-    yield "Written by `benchmarks/report.py`, which `make bench` runs. Medians, and ratios to a floor or a peer of the same run; their"
-    yield "95 % interval is in brackets. Ratios are formed within each turn, so that a slower clock or less memory bandwidth, which"
-    yield "slows both sides, cancels out."
+    yield "Written by `benchmarks/report.py`, which `make bench` runs. Medians, and ratios to a floor or a peer of the same"
+    yield "run; their 95 % interval is in brackets. Ratios are formed within each turn, so that a slower clock or less memory"
+    yield "bandwidth, which slows both sides, cancels out."
     yield ""
     memory = f"{first['machine']['memory_bytes'] / 2**30:.0f} GiB"
     about = first["machine"]

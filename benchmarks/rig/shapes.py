@@ -32,7 +32,7 @@ class Shape:
         return Layout(self.layers, max(1, self.kv_heads // ranks), self.head_dim, "bfloat16", block_tokens)
 
     def layer_seconds(self, tokens: int, ranks: int, flops: float) -> float:
-        """Return the seconds that `ranks` devices of `flops` each take for one layer of a prompt: two operations a parameter."""
+        """Return the seconds that `ranks` devices of `flops` each take for a layer of a prompt, two operations a parameter."""
         return 2e9 * self.active * tokens / (ranks * flops) / self.layers
 
 

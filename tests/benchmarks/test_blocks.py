@@ -1,4 +1,4 @@
-"""What a figure says follows from its blocks."""
+"""Figures follow from their blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rig.table import nbytes, render, seconds
 
 @pytest.mark.parametrize(("count", "low", "high"), [(1, 0, 0), (5, 0, 4), (6, 0, 5), (15, 3, 11), (20, 5, 14)])
 def test_interval_of_a_median(count: int, low: int, high: int) -> None:
-    """The ranks that tables of the sign test give for 95 %."""
+    """The ranks are those of the tables of the sign test for 95 %."""
     values = [float(i) for i in range(count)]
     random.Random(count).shuffle(values)
     found = estimate(values)
@@ -51,7 +51,7 @@ async def test_one_slow_moment_makes_no_short_blocks() -> None:
 
 
 def test_ratios_are_formed_within_a_turn() -> None:
-    """Twice the floor in every turn, although the machine slows down threefold meanwhile."""
+    """The ratio is 2 in every turn, although the machine becomes three times slower meanwhile."""
     floor, level = Series("floor", 1, [10.0, 30.0, 20.0], [1.0] * 3), Series("level", 1, [20.0, 60.0, 40.0], [1.0] * 3)
     first, second = compare([floor, level], part="list", loop="asyncio", case="hot")
     assert (first.floor, first.ratio) == (None, None)

@@ -1,4 +1,4 @@
-"""The ladder runs, and its JSON is what its docstring says."""
+"""The ladder runs, and its JSON has the schema of its docstring."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_figure(figure: dict[str, Any]) -> None:
     assert min(figure["blocks"], figure["iterations"]) >= 1
 
 
-def test_every_part_in_json_and_for_people(cache: Path, tmp_path: Path) -> None:
+def test_every_part_in_json_and_in_tables(cache: Path, tmp_path: Path) -> None:
     target = tmp_path / "ladder.json"
     done = ladder(cache, "--quick", "--loop", "asyncio", "--sizes", "8", "1MiB", "--json", str(target))
     assert done.returncode == 0, done.stderr
@@ -71,13 +71,13 @@ def test_every_part_in_json_and_for_people(cache: Path, tmp_path: Path) -> None:
         for level, size in (("write", 1 << 20), ("writes", 4096), ("writes", 1 << 20))
         for level in ("idle loop", level)
     ]
-    # For people: each figure of a range stands beside its ratio.
+    # In the tables, each figure of a range is beside its ratio.
     row = next(line for line in done.stdout.splitlines() if line.startswith("  1 MiB"))
     assert row.count(" x") == len(levels) - 1
 
 
-def test_what_is_skipped_says_why(cache: Path) -> None:
-    """Without a GPU that torch sees; with one the figures are there."""
+def test_a_skipped_part_has_a_reason(cache: Path) -> None:
+    """The part of the GPU is skipped unless torch sees one."""
     done = ladder(cache, "--quick", "--loop=asyncio", "--parts", "device", "--sizes", "64", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

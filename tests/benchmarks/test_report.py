@@ -1,4 +1,4 @@
-"""Goals and what became of them; pictures; and the whole report from JSON that is there."""
+"""Goals, losses, pictures, and the whole report from existing JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rows(ladder: Sequence[dict[str, Any]] = (), side_by_side: Sequence[dict[str,
 
 
 def test_ratios_to_a_peer_are_formed_turn_by_turn() -> None:
-    """Both slow down tenfold in the second turn; what is between them stays."""
+    """Both become ten times slower in the second turn; their ratio stays."""
     found = Reports({"side_by_side": {"series": []}}).ratio([10, 100, 20], [60, 600, 120])
     assert found is not None
     assert (found.low, found.median, found.high) == (6, 6, 6)
@@ -94,7 +94,7 @@ def test_flight_needs_rate_and_depth() -> None:
     assert (row.measured, row.verdict) == ("400 k/s, 16 in flight", "missed by 50 %")
 
 
-def test_speed_of_a_copy_is_the_other_way_round() -> None:
+def test_the_speed_of_a_copy_is_the_inverse_of_its_time() -> None:
     found = rows([figure("range", "fresh", 1 / 0.96, bytes=128 << 20)])
     assert found["128 MiB write"].verdict == "met"
     found = rows([figure("range", "fresh", 1 / 0.76, bytes=128 << 20)])
@@ -102,7 +102,7 @@ def test_speed_of_a_copy_is_the_other_way_round() -> None:
 
 
 def test_a_goal_is_met_only_by_what_it_names() -> None:
-    """What a rough run measures instead stands there, without a verdict."""
+    """Other cases of a rough run are shown without a verdict."""
     quick = [
         figure("stall", "write", 1.0, bytes=16 << 20),
         figure("idle", "engine", 0.0, 1e6, case="8 connections, 1 s"),
@@ -137,7 +137,7 @@ def test_the_worst_stall_under_inline_writes_is_shown() -> None:
     assert (row.goal, row.verdict) == ("", "")
 
 
-def test_where_others_are_ahead() -> None:
+def test_losses() -> None:
     side = [series("hixl_async, asyncio", [10.0, 20.0]), series("NIXL", [9.0, 18.0]), series("gloo", [30.0, 60.0])]
     keys = ("latency_ns", "exposed_ns", "first_token_ns", "last_token_ns", "tokens_per_s", "cpu_s_per_GB")
     ours, theirs = dict.fromkeys(keys, 2e6), {**dict.fromkeys(keys, 3e6), "first_token_ns": 1e6}
@@ -162,7 +162,7 @@ def test_against_the_better_of_two() -> None:
     assert found["4 KiB against gloo"].verdict == "met"
 
 
-def test_what_was_not_measured_says_so() -> None:
+def test_rows_that_were_not_measured() -> None:
     found = rows()
     assert {row.verdict for row in found.values()} <= {"not measured"}
     assert len(found) > 25
@@ -190,7 +190,7 @@ def test_curves() -> None:
 
 
 def test_the_report(tmp_path: Path) -> None:
-    """From the reports of two benchmarks, the smallest that there are."""
+    """The report is made from the smallest reports of two benchmarks."""
     reports = tmp_path / "reports"
     reports.mkdir()
     for name, arguments in (
@@ -212,7 +212,7 @@ def test_the_report(tmp_path: Path) -> None:
         # Every line of a table has as many cells as its head.
         table = [line for line in text.splitlines() if line.startswith("|")]
         assert {line.count("|") for line in table} == {7}
-        # What is missed, or was not measured, is told before the table.
+        # The missed goals, and those not measured, come before the table.
         assert " are met, " in text
     # One page: no figures without a goal, and no tables of benchmarks.
     assert "4 KiB against gloo, receiver told" in details
@@ -226,13 +226,13 @@ def test_the_report(tmp_path: Path) -> None:
     assert details.index("## Figures and goals") < details.index("It was raining.") < details.index("## Side by side")
 
 
-def test_it_runs_what_it_reports(tmp_path: Path) -> None:
+def test_it_runs_the_benchmarks_that_it_reports(tmp_path: Path) -> None:
     done = run("report.py", "--quick", "--only", "streaming", "--to", str(tmp_path), "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "streaming.json").read_text())["benchmark"] == "streaming"
     text = (tmp_path / "out" / "DETAILS.md").read_text()
     assert "layer streaming, Llama-3-70B" in text
-    # What is not measured is marked, and the legend is there; remarks were not given.
+    # Calculated values are marked, and the legend is there; remarks were not given.
     assert text.count("whole (calculated)") == 1 + 2 * text.count("The transfer that is left when")
     assert "Computing is simulated" in text
     assert "## Remarks" not in text

@@ -1,4 +1,4 @@
-"""Competitors do what they are asked, and the report is what its docstring says."""
+"""Competitors do the work that they are asked for, and the report has the schema of its docstring."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ THERE = [one for one in COMPETITORS if not one.missing]
 
 @pytest.mark.parametrize("competitor", THERE, ids=lambda one: one.name)
 def test_a_competitor_that_is_installed(competitor: Competitor) -> None:
-    """It shows by itself that its bytes arrive; here it does everything that it has a way to do, more than once."""
+    """It checks by itself that its bytes arrive; here it does each work that it has a way to do, more than once."""
     with open_runner(competitor, 1 << 20) as runner:
         took = {work.kind: runner.ask(work, 2) for work in WORKS}
-        assert took["write"], "everybody can write"
+        assert took["write"], "every competitor can write"
         assert all(elapsed is None or elapsed > 0 for elapsed in took.values())
         assert {kind for kind, elapsed in took.items() if elapsed is None} <= competitor.lacks.keys(), "and why not"
         before = runner.cpu_ns()
@@ -35,14 +35,14 @@ def test_a_competitor_that_is_installed(competitor: Competitor) -> None:
         assert runner.cpu_ns() > before, "the CPU time of the processes that work"
 
 
-def test_who_fails_to_start_says_why() -> None:
+def test_a_failed_start_has_a_reason() -> None:
     broken = Competitor("broken", "no_such_adapter")
     why = "broken: a process of it ended: ModuleNotFoundError.*no_such_adapter"
     with pytest.raises(RunnerError, match=why), open_runner(broken, 1 << 20):
         pass
 
 
-def test_one_that_spins_is_stopped_between_its_turns() -> None:
+def test_a_competitor_that_spins_is_stopped_between_its_turns() -> None:
     streams = Competitor("streams", "streams", {"loop": "asyncio"}, spins=True)
     with open_runner(streams, 1 << 20) as runner:
         assert runner.ask(Work("write", 8), 1)
@@ -66,7 +66,7 @@ def test_the_report() -> None:
         assert one.keys() == {"kind", "size", "parts", "competitor", "iterations", "nanoseconds", "cpu"}
         assert len(one["nanoseconds"]) == len(one["cpu"]) > 0
         assert min(one["nanoseconds"]) > 0
-    # The same number of turns for all, so that any two can be compared turn by turn; no way to do it, no series.
+    # All have the same number of turns, so that any two can be compared turn by turn; a work that one cannot do has no series.
     assert len(found["write", 4 * KIB, 1, "hixl_async, asyncio"]["nanoseconds"]) == 6
     assert len(found["write", 4 * KIB, 1, "sock_recv_into, asyncio"]["nanoseconds"]) == 6
     assert ("list", 4 * KIB, 256, "asyncio streams") in found
