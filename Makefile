@@ -16,8 +16,8 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST := $(PY) -m pytest -p tests.skips
 PARALLEL = -p tests.schedule --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
-# Suites that mostly start other processes; test-fast leaves them out.
-PROCESSES := $(addprefix --ignore=tests/,adversity benchmarks cli examples servers) \
+# Suites that mostly start other processes, and long property runs; test-fast leaves them out.
+LONG := $(addprefix --ignore=tests/,adversity benchmarks cli examples property servers testing/test_strategies.py) \
 	--ignore-glob='*processes.py' --ignore-glob='*test_process.py' --ignore-glob='*programs.py' --ignore-glob='*test_fork.py'
 
 # For the demo. The prompt goes through a file, and none of these through the environment of commands, whose length is limited.
@@ -61,9 +61,9 @@ test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio an
 	@$(PY) tests/hixlsim/build.py >/dev/null  # the simulated HIXL
 	$(PYTEST) $(PARALLEL) -m "not slow and not wheel" $(ARGS)
 
-test-fast: $(BUILT) $(VENV)/extra-test  ## in 90 s: one event loop, no suites of processes, nothing that is sensitive to load
+test-fast: $(BUILT) $(VENV)/extra-test  ## the short ones in 90 s: one event loop, no processes, no long property runs
 	@$(PY) tests/hixlsim/build.py >/dev/null
-	$(PYTEST) $(PARALLEL) $(PROCESSES) -m "not slow and not wheel and not serial" -k "not uvloop" $(ARGS)
+	$(PYTEST) $(PARALLEL) $(LONG) -m "not slow and not wheel and not serial" -k "not uvloop" $(ARGS)
 
 conformance: $(BUILT) $(VENV)/extra-test  ## the drivers' suite on hixl, over each simulated back-end (make test runs it on shm)
 	for backend in comm cs fab; do \

@@ -1,12 +1,12 @@
-"""Whether hixl_async does over HIXL, on the NPUs of this machine, what it says, and how fast; see docs/ascend.md.
+"""Check hixl_async over HIXL on the NPUs of this machine, and measure it; see docs/ascend.md.
 
 ::
 
     python benchmarks/acceptance.py --devices 0,1                # checks and figures, a minute or two
     python benchmarks/acceptance.py --devices 0,1 --option backend=cs --total 16MiB --json out.json
 
-``benchmarks/ascend_acceptance.sh`` runs it with all that is worth knowing beside it, and packs the results.  A second process
-on the second device owns the targets.  Where torch_npu is installed, memory of the NPUs is measured as well as the host's.
+``benchmarks/ascend_acceptance.sh`` runs it, records versions of software and hardware, and packs the results.  A second process
+on the second device owns the targets.  If torch_npu is installed, memory of the NPUs is measured as well as the host's.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def tensor_on(device: int, size: int) -> Any:
-    """Memory of an NPU, or None where torch_npu cannot give any."""
+    """Return memory of an NPU, or None if torch_npu has none."""
     try:
         import torch
 
         importlib.import_module("torch_npu")
         torch.npu.set_device(device)
         return torch.zeros(size, dtype=torch.uint8, device=f"npu:{device}")
-    except Exception as reason:  # torch_npu raises whatever it likes where CANN is not as it wants it
+    except Exception as reason:  # torch_npu raises errors of many kinds if it cannot use CANN
         print(f"no memory of an NPU: {type(reason).__name__}: {reason}", file=sys.stderr)
         return None
 
@@ -58,7 +58,7 @@ def regions_of(engine: hx.Engine, device: int, size: int, access: Any) -> tuple[
 
 
 def fill(region: hx.Region, tensor: Any, seed: bytes) -> None:
-    """Bytes that differ everywhere."""
+    """Fill a region with bytes that depend on `seed`."""
     data = hashlib.shake_128(seed).digest(1 << 20)
     for start in range(0, region.size, len(data)):
         piece = data[: region.size - start]
@@ -104,7 +104,7 @@ async def target(options: argparse.Namespace) -> None:
 
 
 class Run:
-    """What is checked, and what came of it."""
+    """The checks and their results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -126,7 +126,7 @@ class Run:
         try:
             address = (await process.stdout.readline()).decode().strip()
             if not address:
-                raise SystemExit("the second process did not come up; what it said is above")
+                raise SystemExit("the second process did not come up; its own message is above")
             await self._measure(address, process)
         finally:
             with suppress(ProcessLookupError):
@@ -154,7 +154,7 @@ class Run:
             await engine.allocate("timed", self.options.total).aclose()
             self.facts["allocate_host_ms"] = round((time.perf_counter() - began) * 1e3, 1)
             self.ours, self.tensor = regions_of(engine, device, self.options.total, "none")
-            await self.peer.request("hixl.ping", {})  # its regions were offered before it could answer
+            await self.peer.request("hixl.ping", {})  # its regions are offered before its first answer
             for here in self.ours:
                 for there in self.peer.regions:
                     await self.check(f"bytes: {here} and the peer's {there}", self._moves(here, there))
@@ -174,7 +174,7 @@ class Run:
                     fill(region, self.tensor, f"{here} {there} {block} {verb}".encode())
                     expected = digest(region, self.tensor)
                     batch = hx.Batch(verb, region, remote, rows)
-                    if verb == "read":  # what lies there came from here, and has to come back
+                    if verb == "read":  # the bytes there were written from here, and have to come back
                         expected = (await self.peer.request("digest", {"region": there}, timeout=60))["digest"]
                     times = []
                     for _ in range(REPEATS):
@@ -225,7 +225,11 @@ class Run:
     async def _forgotten(self) -> None:
         before = self.engine.stats().regions
         await self.engine.allocate("short-lived", SMALL).aclose()
-        await until(lambda: self.engine.stats().regions <= before, timeout=30, what="that the transport lets go of it")
+        await until(
+            lambda: self.engine.stats().regions <= before,
+            timeout=30,
+            what="the transport's release of the region",
+        )
 
     def _killed(self, process: asyncio.subprocess.Process) -> Callable[[], Awaitable[None]]:
         async def work() -> None:
@@ -284,7 +288,7 @@ def main() -> int:
     add("--devices", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1], metavar="A,B")
     add("--option", action="append", default=[], metavar="KEY=VALUE", help="of the hixl driver, on both sides")
     add("--total", type=parse_size, default=128 << 20, metavar="SIZE", help="bytes of each region (128MiB)")
-    add("--json", metavar="FILE", help="also write everything there")
+    add("--json", metavar="FILE", help="write all results there as well")
     add("--target", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.target:

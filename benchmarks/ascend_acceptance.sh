@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One command on a machine with two NPUs: checks hixl_async over HIXL, measures it, and packs everything to be sent back.
+# Check hixl_async over HIXL on a machine with two NPUs, measure it, and pack the results so that they can be sent back.
 #
 #     benchmarks/ascend_acceptance.sh                         # devices 0 and 1, HIXL's own choice of back-end
 #     DEVICES=2,3 benchmarks/ascend_acceptance.sh --option backend=cs
@@ -25,7 +25,7 @@ fi
 mkdir -p "$OUT" || exit 2
 
 failed=0
-# Runs a command, shows and keeps what it says.
+# Run a command; show and keep its output.
 step() {
     local name=$1 status
     shift
@@ -35,7 +35,7 @@ step() {
     echo "exit code $status" >>"$OUT/$name.txt"
     return "$status"
 }
-# The same for what only describes the machine, and may be missing.
+# The same for commands that only describe the machine, and may be missing.
 note() {
     local name=$1
     shift
@@ -62,7 +62,7 @@ echo
 if [ "$failed" -ne 0 ]; then
     echo "FAILED: see above"
 elif grep -q "no memory of an NPU" "$OUT/acceptance.txt"; then
-    echo "PASSED, on host memory alone: $PYTHON needs torch and torch_npu for that of NPUs"
+    echo "PASSED, on host memory only: to test memory of NPUs, $PYTHON needs torch and torch_npu"
 else
     echo "PASSED"
 fi

@@ -16,7 +16,7 @@ interval lies wholly above ``--limit`` is measured again, with new processes, an
 
 The exit code: 0 if no cell fails, 1 if one does, 2 if a tree cannot be measured.
 
-The JSON (schema 1): schema, benchmark ("compare"), started, seconds, arguments, commit, machine, versions as of ladder.py;
+The JSON (schema 2): schema, benchmark ("compare"), started, seconds, arguments, commit, machine, versions as of ladder.py;
 before, after ({tree, commit}), limit, and
 
     cells   a list of:

@@ -1,4 +1,4 @@
-"""How far `await engine.write(...)` is from the copy itself, rung by rung.
+"""The cost of `await engine.write(...)` beside the copy itself, level by level.
 
 ::
 
@@ -6,14 +6,14 @@
     python benchmarks/ladder.py --quick --json       # JSON on standard output, under 15 s
     python benchmarks/ladder.py --json out.json --loop uvloop --parts range notify --sizes 4KiB
 
-A spawned process owns the target region, this one starts the transfers.  The rungs do the same work: a bare memcpy over
-the peer's mapped pages, the driver's `submit` in a C loop, the core, the public calls.  They take turns block by block,
-and each figure stands beside its ratio to the floor, formed within each turn.  On a shared machine trust the ratios of
-one run, not the times of two.  Nothing is pinned to a CPU unless ``--pin`` asks for it.
+A spawned process owns the target region, and this one starts the transfers.  The levels do the same work: a bare memcpy
+over the peer's mapped pages, the driver's `submit` in a C loop, the core, the public calls.  They take turns block by block,
+and each figure is beside its ratio to the floor, formed within each turn.  On a shared machine trust the ratios of one run,
+not the times of two.  No process is pinned to a CPU unless ``--pin`` says so.
 
-The JSON (schema 1)::
+The JSON (schema 2)::
 
-    schema        1
+    schema        2
     benchmark     "ladder"
     started       ISO 8601, UTC
     seconds       duration of the run
@@ -26,15 +26,15 @@ The JSON (schema 1)::
     figures       a list of:
         part         "range" | "list" | "post" | "flight" | "rate" | "notify" | "stall" | "touch" | "idle" | "device"
         loop         "asyncio" | "uvloop"
-        case         what distinguishes figures of one part: "hot", "cold", ...
-        rung         "copy" | "driver" | "core" | "ready" | "fresh" for ranges; others name theirs
+        case         the difference between figures of one part: "hot", "cold", ...
+        level         "copy" | "driver" | "core" | "ready" | "fresh" for ranges; others name theirs
         verb         "write" | "read" | null
         bytes        of one operation
         descriptors  of one operation
         unit         "ns"
         value        {median, low, high}: nanoseconds of one operation; low and high bound the median's 95 % interval
         cpu_ns       CPU time of this process for one operation, all threads; null where it means nothing
-        floor        the rung that `ratio` refers to; null: this is the floor
+        floor        the level that `ratio` refers to; null: this is the floor
         ratio        {median, low, high} of value / floor within each turn; null for the floor
         blocks       blocks measured
         iterations   operations in each
@@ -56,10 +56,10 @@ from rig.command import add_json_choice, add_loop_choice, cpus, loops, publish, 
 from rig.copies import measure_flight, measure_list, measure_post, measure_range, measure_rate
 from rig.device import measure_device
 from rig.figure import Figure
+from rig.interference import measure_idle, measure_stall, measure_touch
 from rig.machine import heading, preamble
 from rig.pair import Pair, open_pair, run_loop
-from rig.plan import FULL, QUICK, RUNGS, Plan, Skipped
-from rig.quiet import measure_idle, measure_stall, measure_touch
+from rig.plan import FULL, LEVELS, QUICK, Plan, Skipped
 from rig.wakes import measure_notify
 
 PARTS: dict[str, Callable[[Pair, str, Plan], AsyncIterator[Figure]]] = {
@@ -78,13 +78,13 @@ PARTS: dict[str, Callable[[Pair, str, Plan], AsyncIterator[Figure]]] = {
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="How far await engine.write(...) is from the copy itself, by rung.")
+    parser = argparse.ArgumentParser(description="Measure await engine.write(...) beside the copy itself, by level.")
     add = parser.add_argument
     add_json_choice(parser)
     add_loop_choice(parser)
     add("--quick", action="store_true", help="fewer sizes, fewer and shorter blocks")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
-    add("--rungs", nargs="+", choices=RUNGS, metavar="RUNG", help=f"of single ranges: {', '.join(RUNGS)}")
+    add("--levels", nargs="+", choices=LEVELS, metavar="LEVEL", help=f"of single ranges: {', '.join(LEVELS)}")
     add("--sizes", nargs="+", type=size, metavar="SIZE", help="of single ranges, such as 8 4KiB 128MiB")
     add("--pin", type=cpus, metavar="A,B", help="a CPU for this process and one for the target, threads and all")
     return parser.parse_args(argv)
@@ -93,7 +93,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 async def climb(
     loop: str, plan: Plan, parts: Sequence[str], pin: tuple[int, int] | None
 ) -> tuple[str, list[Figure], dict[str, str]]:
-    """All parts on one pair of processes; the driver's name, the figures, and what was skipped and why."""
+    """Measure all parts on one pair of processes; the driver's name, the figures, and the parts skipped, with reasons."""
     async with open_pair(loop, plan.region_bytes, pin) as pair:
         figures, skipped = [], {}
         for part in parts:
@@ -107,10 +107,10 @@ async def climb(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the ladder; the exit code."""
+    """Run the ladder; the exit code."""
     options = arguments(argv)
     plan = QUICK if options.quick else FULL
-    plan = replace(plan, sizes=tuple(options.sizes or plan.sizes), rungs=tuple(options.rungs or plan.rungs))
+    plan = replace(plan, sizes=tuple(options.sizes or plan.sizes), levels=tuple(options.levels or plan.levels))
     try:
         build()
     except BuildError as error:
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render(report: dict[str, Any]) -> Iterator[str]:
-    """The legend and the tables."""
+    """Yield the legend and the tables."""
     yield ""
     yield from table.legend()
     yield ""
@@ -137,7 +137,7 @@ def render(report: dict[str, Any]) -> Iterator[str]:
     yield from table.render([Figure.from_json(figure) for figure in report["figures"]])
     for part, why in report.get("skipped", {}).items():
         yield ""
-        yield f"{table.TITLES[part]}: skipped, for {why}"
+        yield f"{table.TITLES[part]}: skipped, because {why}"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Runs all benchmarks and writes what they found: RESULTS.md, and the pictures of the README.
+"""Run all benchmarks and write the results: RESULTS.md, the full report, and the pictures of the README.
 
 ::
 
     python benchmarks/report.py                      # about ten minutes
     python benchmarks/report.py --quick              # about two, and rough
-    python benchmarks/report.py --from FOLDER        # of reports that are there already
+    python benchmarks/report.py --from FOLDER        # from reports that exist already
     python benchmarks/report.py --remarks benchmarks/REMARKS.md
 
-What the benchmarks report as JSON goes to a folder (``--to``, default ``build/benchmarks``), RESULTS.md to this one, and
-the pictures to docs/; ``--out FOLDER`` puts both elsewhere.  Peers that are not installed are left out, and RESULTS.md says
-how to get them.  What people have to say about a run follows the goals where ``--remarks FILE`` gives it: REMARKS.md, here, is
-about the run that the repository's RESULTS.md shows, and true of no other.
+The JSON of the benchmarks goes to a folder (``--to``, default ``build/benchmarks``), RESULTS.md, a summary of one page, and
+DETAILS.md, which has every figure and is not kept in git, to this one, and the pictures to docs/; ``--out FOLDER`` puts these
+elsewhere.  Peers that are not installed are left out, and RESULTS.md says how to get them.  ``--remarks FILE`` adds comments on
+the run: REMARKS.md is about the run that the repository's RESULTS.md shows, and about no other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import side_by_side
 import streaming
 import sweep
 from rig.command import existing, folder
-from rig.document import document, draw
+from rig.document import details, draw, summary
 
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = {"ladder": ladder, "side_by_side": side_by_side, "streaming": streaming, "sweep": sweep}
@@ -36,7 +36,7 @@ BENCHMARKS = {"ladder": ladder, "side_by_side": side_by_side, "streaming": strea
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Runs all benchmarks and writes RESULTS.md and the pictures of the README."
+        description="Run all benchmarks and write RESULTS.md, DETAILS.md and the pictures of the README."
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="a rough run of each")
@@ -48,15 +48,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help=f"of {', '.join(BENCHMARKS)}",
     )
-    add("--from", dest="source", type=existing, metavar="FOLDER", help="runs nothing and reads the JSON there")
+    add("--from", dest="source", type=existing, metavar="FOLDER", help="run nothing, and read the JSON there")
     add("--to", type=folder, default=HERE.parent / "build" / "benchmarks", metavar="FOLDER", help="for the JSON")
-    add("--out", type=folder, metavar="FOLDER", help="for RESULTS.md and the pictures")
-    add("--remarks", type=existing, metavar="FILE", help="what people have to say about this run; follows the goals")
+    add("--out", type=folder, metavar="FOLDER", help="for RESULTS.md, DETAILS.md and the pictures")
+    add("--remarks", type=existing, metavar="FILE", help="comments on this run, for DETAILS.md")
     return parser.parse_args(argv)
 
 
 def run(name: str, folder: Path, quick: bool) -> None:
-    """One benchmark; its report goes to `folder`.
+    """Run one benchmark; its report goes to `folder`.
 
     :raises SystemExit: if it fails.
     """
@@ -66,11 +66,11 @@ def run(name: str, folder: Path, quick: bool) -> None:
     print(f"{name} ...", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
     if done.returncode != 0:
-        raise SystemExit(f"{name}.py failed with status {done.returncode}; its own words are above")
+        raise SystemExit(f"{name}.py failed with status {done.returncode}; its own message is above")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all; the exit code."""
+    """Run all; the exit code."""
     options = arguments(argv)
     source = options.source or options.to
     if options.source is None:
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not reports:
         raise SystemExit(f"there are no reports in {source}")
     pictures = (options.out or HERE.parent / "docs").resolve()
-    results = (options.out or HERE).resolve() / "RESULTS.md"
+    results = (options.out or HERE).resolve()
     pictures.mkdir(parents=True, exist_ok=True)
     drawn = dict(draw(reports))
     for name, text in drawn.items():
@@ -93,8 +93,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     renders = {name: module.render for name, module in BENCHMARKS.items()}
     remarks = options.remarks.read_text() if options.remarks else ""
     where = "" if options.out else "../docs/"
-    results.write_text("\n".join(document(reports, renders, [where + name for name in drawn], remarks)) + "\n")
-    print(f"{results}, {', '.join(str(pictures / name) for name in drawn)}")
+    links = ["DETAILS.md beside this file has every figure; it is written with it, and not kept in git."]
+    if options.remarks:
+        links.append(f"[{options.remarks.name}]({options.remarks.name}) explains what stands out.")
+    lines = {
+        "RESULTS.md": summary(reports, links),
+        "DETAILS.md": details(reports, renders, [where + name for name in drawn], remarks),
+    }
+    for name, found in lines.items():
+        (results / name).write_text("\n".join(found).rstrip() + "\n")
+    print(", ".join(map(str, [*(results / name for name in lines), *(pictures / name for name in drawn)])))
     return 0
 
 

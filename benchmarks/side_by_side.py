@@ -6,21 +6,22 @@
     python benchmarks/side_by_side.py --quick --json -       # JSON on standard output, under a minute
     python benchmarks/side_by_side.py --only hixl NIXL --works write flight
 
-A third process asks one pair after the other for a block of work, and both of its processes count as its CPU time.
-What is not installed is left out, and the report says how to get it.  On a shared machine trust the ratios of one run.
+A third process asks one pair after the other for a block of work; the CPU time of a competitor is that of both of its
+processes.  Competitors that are not installed are left out, and the report says how to get them.  On a shared machine trust
+the ratios of one run.
 
-The JSON (schema 1)::
+The JSON (schema 2)::
 
     schema, benchmark ("side_by_side"), started, seconds, arguments, commit, machine, versions: as of ladder.py
-    contestants   a list of {name, version, state}; state: "measured", or why not, and how to get it
-    absent        who is not among the series of some work: a list of {kind, size, parts, contestant, why}
+    competitors   a list of {name, version, state}; state: "measured", or the reason why not, and how to get it
+    absent        competitors without a series of some work: a list of {kind, size, parts, competitor, why}
     series        a list of:
-        kind          what was done, see `rig.side.ASK`
+        kind          the kind of work, see `rig.side.ASK`
         size          bytes of one operation, or of each block of a list
         parts         blocks of a list, operations in flight, idle milliseconds
-        contestant    who did it
+        competitor    its name
         iterations    operations in a block
-        nanoseconds   of one operation, a list: one number per turn, so that any two contestants can be compared turn by turn
+        nanoseconds   of one operation, a list: one number per turn, so that any two competitors can be compared turn by turn
         cpu           CPU nanoseconds of one operation, both processes, per turn
 """
 
@@ -34,16 +35,16 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from peers import CONTESTANTS, Contestant
+from peers import COMPETITORS, Competitor
 from rig.blocks import Pace, Series, estimate, interleave
 from rig.command import add_json_choice, publish
 from rig.machine import heading, preamble
+from rig.runner import Runner, RunnerError, open_runner
 from rig.side import ASK, Kind, Work
 from rig.table import align, digits, seconds
-from rig.team import Team, TeamError, open_team
 
 KIB, MIB = 1 << 10, 1 << 20
-#: From here on an operation takes a block by itself.
+#: The size from which on a block is a single operation.
 LARGE = 8 * MIB
 
 WORKS: dict[Kind, tuple[Work, ...]] = {
@@ -67,99 +68,99 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_json_choice(parser)
     add("--quick", action="store_true", help="smaller sizes, fewer and shorter blocks")
     add("--works", nargs="+", choices=WORKS, default=list(WORKS), metavar="WORK", help=f"of {', '.join(WORKS)}")
-    add("--only", nargs="+", metavar="WORD", help="contestants whose name begins so, such as hixl NIXL gloo")
-    add("--list", action="store_true", help="shows who could take part, and what is not installed")
+    add("--only", nargs="+", metavar="WORD", help="competitors whose name begins so, such as hixl NIXL gloo")
+    add("--list", action="store_true", help="show all competitors, and those that are not installed")
     options = parser.parse_args(argv)
     for word in options.only or ():
-        if not any(begins(one, word) for one in CONTESTANTS):
-            parser.error(f"argument --only: nobody's name begins with {word!r}; --list shows who there is")
+        if not any(begins(one, word) for one in COMPETITORS):
+            parser.error(f"argument --only: no competitor's name begins with {word!r}; --list shows all names")
     return options
 
 
-def begins(contestant: Contestant, word: str) -> bool:
-    """Whether `word` is the beginning of its name."""
-    return contestant.name.lower().startswith(word.lower())
+def begins(competitor: Competitor, word: str) -> bool:
+    """Return True if the competitor's name begins with `word`."""
+    return competitor.name.lower().startswith(word.lower())
 
 
-async def measure(teams: Sequence[Team], work: Work, quick: bool) -> list[Series]:
-    """All teams that have a way to do `work`, in turn; once more without one that breaks down over it."""
+async def measure(runners: Sequence[Runner], work: Work, quick: bool) -> list[Series]:
+    """Measure, in turn, all runners that have a way to do `work`; if one of them fails, measure the others once more."""
     while True:
         try:
-            return await _measure([team for team in teams if not team.lost], work, quick)
-        except TeamError as error:
+            return await _measure([runner for runner in runners if not runner.lost], work, quick)
+        except RunnerError as error:
             print(f"  {error}", file=sys.stderr, flush=True)
 
 
-async def _measure(teams: Sequence[Team], work: Work, quick: bool) -> list[Series]:
+async def _measure(runners: Sequence[Runner], work: Work, quick: bool) -> list[Series]:
     if work.kind == "idle":
-        calm = [team for team in teams if not team.contestant.spins]
-        groups = [calm, *([team] for team in teams if team.contestant.spins)]
+        calm = [runner for runner in runners if not runner.competitor.spins]
+        groups = [calm, *([runner] for runner in runners if runner.competitor.spins)]
         return [series for group in groups for series in _rest(group, work)]
-    able = [team for team in teams if team.ask(work, 1) is not None]
+    able = [runner for runner in runners if runner.ask(work, 1) is not None]
     large = work.size * (work.parts if work.kind in ("list", "rows", "flight") else 1) >= LARGE
     pace = (QUICK_SLOW if quick else SLOW) if large else (QUICK if quick else FULL)
-    return await interleave([team.rung(work) for team in able], pace)
+    return await interleave([runner.level(work) for runner in able], pace)
 
 
-def _rest(teams: Sequence[Team], work: Work) -> list[Series]:
-    """CPU time while nothing happens, of all `teams` beside one another."""
-    before = [team.cpu_ns() for team in teams]
-    for team in teams:
-        team.begin(work, 1)
-    elapsed = [team.end() for team in teams]
-    spent = [team.cpu_ns() - first for team, first in zip(teams, before, strict=True)]
+def _rest(runners: Sequence[Runner], work: Work) -> list[Series]:
+    """Measure the CPU time of all idle `runners` at the same time."""
+    before = [runner.cpu_ns() for runner in runners]
+    for runner in runners:
+        runner.begin(work, 1)
+    elapsed = [runner.end() for runner in runners]
+    spent = [runner.cpu_ns() - first for runner, first in zip(runners, before, strict=True)]
     return [
-        Series(team.contestant.name, 1, [float(took)], [float(cpu)])
-        for team, took, cpu in zip(teams, elapsed, spent, strict=True)
+        Series(runner.competitor.name, 1, [float(took)], [float(cpu)])
+        for runner, took, cpu in zip(runners, elapsed, spent, strict=True)
         if took is not None
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all; the exit code."""
+    """Run all; the exit code."""
     options = arguments(argv)
-    chosen = [one for one in CONTESTANTS if not options.only or any(begins(one, word) for word in options.only)]
+    chosen = [one for one in COMPETITORS if not options.only or any(begins(one, word) for word in options.only)]
     if options.list:
-        for one in CONTESTANTS:
-            print(f"{one.name:34} {f'not installed: {one.install}' if one.missing else one.version or 'there'}")
+        for one in COMPETITORS:
+            print(f"{one.name:34} {f'not installed: {one.install}' if one.missing else one.version or 'installed'}")
         return 0
     most = 16 * MIB if options.quick else 128 * MIB
     works = [work for kind in options.works for work in WORKS[kind] if work.span <= most]
     if options.quick:
         works = [work._replace(parts=500) if work.kind == "idle" else work for work in works]
     report = preamble("side_by_side", sys.argv[1:] if argv is None else argv)
-    report["contestants"] = []
+    report["competitors"] = []
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        teams = []
+        runners = []
         for one in chosen:
             state = f"not installed: {one.install}"
             if not one.missing:
                 try:
-                    teams.append(stack.enter_context(open_team(one, most)))
+                    runners.append(stack.enter_context(open_runner(one, most)))
                     state = "measured"
-                except TeamError as error:
+                except RunnerError as error:
                     state = f"does not work here: {error}"
-            report["contestants"].append({"name": one.name, "version": one.version, "state": state})
+            report["competitors"].append({"name": one.name, "version": one.version, "state": state})
         series, absent = [], []
         for work in works:
             print(f"{work.describe()} ...", file=sys.stderr, flush=True)
-            found = asyncio.run(measure(teams, work, options.quick))
+            found = asyncio.run(measure(runners, work, options.quick))
             series += [(work, one) for one in found]
-            there = {one.rung for one in found}
+            there = {one.level for one in found}
             absent += [
-                (work, team.contestant.name, team.lost or team.contestant.lacks.get(work.kind, ""))
-                for team in teams
-                if team.contestant.name not in there
+                (work, runner.competitor.name, runner.lost or runner.competitor.lacks.get(work.kind, ""))
+                for runner in runners
+                if runner.competitor.name not in there
             ]
     report["seconds"] = round(time.monotonic() - began, 1)
-    report["absent"] = [{**work._asdict(), "contestant": name, "why": why} for work, name, why in absent]
+    report["absent"] = [{**work._asdict(), "competitor": name, "why": why} for work, name, why in absent]
     report["series"] = [
         {
             "kind": work.kind,
             "size": work.size,
             "parts": work.parts,
-            "contestant": one.rung,
+            "competitor": one.level,
             "iterations": one.iterations,
             "nanoseconds": one.nanoseconds,
             "cpu": one.cpu,
@@ -171,8 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render(report: dict[str, Any]) -> Iterator[str]:
-    """A table per kind of work; who could not be measured at all comes first, and who is not in a table below it."""
-    for one in report["contestants"]:
+    """Yield a table per kind of work; competitors without any figures come first, those without figures of a work below it."""
+    for one in report["competitors"]:
         if one["state"] != "measured":
             yield f"{one['name']}: {one['state']}"
     works = {(one["kind"], one["size"], one["parts"]): None for one in report["series"]}
@@ -181,7 +182,7 @@ def render(report: dict[str, Any]) -> Iterator[str]:
         first = mine[0]
         yield ""
         yield f"{work.describe()}: {ASK[work.kind]}"
-        rows = [["", "median", "95 %", f"to {first['contestant']}", "CPU, both sides", "CPU s per GB"]]
+        rows = [["", "median", "95 %", f"to {first['competitor']}", "CPU, both sides", "CPU s per GB"]]
         for one in mine:
             value = estimate(one["nanoseconds"])
             ratio = estimate(
@@ -191,7 +192,7 @@ def render(report: dict[str, Any]) -> Iterator[str]:
             moved = work.size * (work.parts if work.kind in ("list", "rows") else 1)
             rows.append(
                 [
-                    one["contestant"],
+                    one["competitor"],
                     seconds(value.median),
                     f"{seconds(value.low)} .. {seconds(value.high)}",
                     f"x{digits(ratio.median)}",
@@ -202,7 +203,7 @@ def render(report: dict[str, Any]) -> Iterator[str]:
         yield from align(rows)
         absent = [one for one in report.get("absent", ()) if (one["kind"], one["size"], one["parts"]) == work]
         for why in dict.fromkeys(one["why"] for one in absent):
-            yield f"  not here: {'; '.join(one['contestant'] for one in absent if one['why'] == why)} ({why})"
+            yield f"  without: {'; '.join(one['competitor'] for one in absent if one['why'] == why)} ({why})"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Layer by layer over a paced link: how much of a KV cache's transfer is left when the computation is over.
+"""Layer by layer over a paced link: the part of a KV cache's transfer that is left when the computation is over.
 
 ::
 
@@ -6,16 +6,16 @@
     python benchmarks/streaming.py --quick --json -
 
 A prefill process computes a prompt's layers (it waits as long as a device would) and pushes each as soon as it is done;
-a decode process sees them land.  Both processes are real, the link is shared memory slowed down to `--rate` by the
-driver `faulty`, and computing a layer takes `--slack` times as long as its transfer does there, so that a stream can
-hide all but the last one.  The floor is one layer's transfer, measured in the same turns over the same link.
+a decode process receives them.  Both processes are real, and the link is shared memory that the driver `faulty` slows down
+to `--rate`.  Computing a layer takes `--slack` times as long as its transfer, so that a stream can hide all but the last
+one.  The floor is one layer's transfer, measured in the same turns over the same link.
 
-The JSON (schema 1): schema, benchmark ("streaming"), started, seconds, arguments, commit, machine, versions as of
+The JSON (schema 2): schema, benchmark ("streaming"), started, seconds, arguments, commit, machine, versions as of
 ladder.py; rate, in bytes per second; slack; tokens; and figures as of ladder.py, with part "streaming", the model as case, and
 
-    rung "layer"      one layer's transfer, awaited: the floor
-    rung "exposed"    from the end of the computation until the last layer is there
-    rung "whole"      what it would be without streaming, calculated: one layer's transfer times the layers
+    level "layer"      one layer's transfer, awaited: the floor
+    level "exposed"    from the end of the computation until the last layer is there
+    level "whole"      the same without streaming, calculated: one layer's transfer times the layers
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ CALCULATED = "whole (calculated)"
 LEGEND = {
     "layer": "one layer's transfer, awaited: the floor",
     "exposed": "from the end of the computation until the last layer is there",
-    CALCULATED: "not measured: one layer's transfer times the layers, what there would be to wait for without streaming",
+    CALCULATED: "not measured: one layer's transfer times the layers, which is the wait without streaming",
 }
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="How much of a KV cache's transfer is left when the computation is over."
+        description="Measure the part of a KV cache's transfer that is left when the computation is over."
     )
     add = parser.add_argument
     add_json_choice(parser)
@@ -71,14 +71,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 async def measure(shape: Shape, loop: str, options: argparse.Namespace, tokens: int, turns: int) -> list[Figure]:
-    """One model's requests, and one layer's transfer between them."""
+    """Measure one model's requests, and one layer's transfer between them."""
     load = Load(shape.layout(RANKS, options.block), tokens, slots=1, loop=loop)
     layer_bytes = load.layout.layer_bytes(load.blocks)
     plan = FaultPlan(seed=1).bandwidth(options.rate)
     single, exposed, whole = Series("layer", 1), Series("exposed", 1), Series("whole", 1)
     async with one_sided(load, drivers=faulty("shm", plan)) as carrier:
         seconds = options.slack * statistics.median([await _one_layer(carrier, load) for _ in range(5)]) / 1e9
-        for turn in range(-1, turns):  # the first one warms up, and its bytes are verified
+        for turn in range(-1, turns):  # the first turn is a warm-up in which the bytes are verified
             alone = await _one_layer(carrier, load)
             (course,) = await run_requests(carrier, 1, shape.layers, 1, seconds, check=turn < 0)
             if turn >= 0:
@@ -93,7 +93,7 @@ async def measure(shape: Shape, loop: str, options: argparse.Namespace, tokens: 
 
 
 async def _one_layer(carrier: OneSided, load: Load) -> int:
-    """The blocks of one layer in one batch, as a stream posts them."""
+    """Transfer the blocks of one layer in one batch, as a stream posts them; nanoseconds."""
     layout, blocks = load.layout, load.blocks
     order = list(range(blocks))
     rows = layout.rows(0, order[::2] + order[1::2], order, blocks, blocks)
@@ -104,7 +104,7 @@ async def _one_layer(carrier: OneSided, load: Load) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all; the exit code."""
+    """Run all; the exit code."""
     options = arguments(argv)
     tokens = options.tokens or (512 if options.quick else 4096)
     turns = options.turns or (3 if options.quick else 12)
@@ -123,15 +123,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render(report: dict[str, Any]) -> Iterator[str]:
-    """The tables."""
+    """Yield the tables."""
     yield ""
     yield f"A link of {report['rate'] / 1e9:g} GB/s; ranks: {RANKS}."
     slack = report.get("slack", 1.25)
     yield f"Computing is simulated: for each layer a thread sleeps {slack:g} times as long as the layer's transfer takes."
     yield ""
-    yield from (f"  {rung:18}  {text}" for rung, text in LEGEND.items())
+    yield from (f"  {level:18}  {text}" for level, text in LEGEND.items())
     figures = [Figure.from_json(figure) for figure in report["figures"]]
-    yield from table.render([replace(one, rung=CALCULATED if one.rung == "whole" else one.rung) for one in figures])
+    yield from table.render([replace(one, level=CALCULATED if one.level == "whole" else one.level) for one in figures])
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@
     python benchmarks/sweep.py --quick --json -
     python benchmarks/sweep.py --model DeepSeek-V3 --tokens 1024 --requests 1 8 --carriers hixl_async sockets
 
-All requests of a case arrive at once; the prefill process computes one after another, layer by layer (it waits as long
-as a device of `--flops` would), and hands each layer over when it is done; there are blocks for so many requests in
-flight as `--slots` says, and one that is not carried away yet delays others.  The carriers take turns.  `hixl_async`:
+All requests of a case arrive at once.  The prefill process computes one after another, layer by layer (it waits as long
+as a device of `--flops` would), and hands each layer over when it is done.  There are blocks for `--slots` requests, and a
+request that is not transferred yet delays others.  The carriers take turns.  `hixl_async`:
 KV streams, one-sided.  `sockets`: gathered, sent with sock_sendall, received with sock_recv_into, scattered.  `gloo`: the
 same with torch.distributed.  The first request of every case is verified byte by byte (CRC-32 of each layer).
 
-The JSON (schema 1): schema, benchmark ("sweep"), started, seconds, arguments, commit, machine, versions as of ladder.py;
+The JSON (schema 2): schema, benchmark ("sweep"), started, seconds, arguments, commit, machine, versions as of ladder.py;
 model, ranks, flops, missing ({carrier: how to install it}) and
 
     cases   a list of:
@@ -20,7 +20,7 @@ model, ranks, flops, missing ({carrier: how to install it}) and
         layer_bytes     of one request on one rank
         layer_seconds   of the computation
         turns           a list, one per turn, of:
-            opening_ns      until there were blocks for a request on both sides, before its computation, median over requests
+            opening_ns      until a request had blocks on both sides, before its computation, median over requests
             latency_ns      of a layer's transfer: from computed to landed, median over layers and requests
             exposed_ns      from the end of a request's computation until it is all there, median over requests
             first_token_ns  from the arrival until decoding can begin (TTFT), median over requests
@@ -81,7 +81,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 async def measure(
     shape: Shape, loop: str, tokens: int, counts: Sequence[int], carriers: Sequence[str], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """All counts of requests for prompts of one length, the carriers in turn."""
+    """Measure all counts of requests for prompts of one length, with the carriers in turn."""
     load = Load(shape.layout(options.ranks, options.block), tokens, min(options.slots, max(counts)), loop)
     pause = shape.layer_seconds(tokens, options.ranks, options.flops)
     cases = []
@@ -127,7 +127,7 @@ async def _turn(carrier: Carrier, load: Load, count: int, pause: float) -> dict[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all; the exit code."""
+    """Run all; the exit code."""
     options = arguments(argv)
     shape = SHAPES[options.model or ("SmolLM2-135M" if options.quick else "Llama-3-8B")]
     lengths = options.tokens or ((512,) if options.quick else (512, 1024, 2048, 4096))
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report["missing"][name] = install
     carriers = [name for name in options.carriers if name not in report["missing"]]
     if not carriers:
-        raise SystemExit("there is nothing to measure: " + "; ".join(report["missing"].values()))
+        raise SystemExit("no carrier is installed: " + "; ".join(report["missing"].values()))
     began = time.monotonic()
     cases = []
     for loop in loops(options.loop):
@@ -154,14 +154,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render(report: dict[str, Any]) -> Iterator[str]:
-    """A table per event loop."""
+    """Yield a table per event loop."""
     for name, install in report["missing"].items():
         yield f"{name}: not installed: {install}"
     yield ""
     device = f"{report['flops'] / 1e12:g} TFLOP/s" if "flops" in report else "its speed"
-    yield f"Computing is simulated: a thread sleeps as long as a device of {device} would take, so it needs no CPU of its own."
-    yield "hixl_async asks the decode process for blocks and opens a stream before a request is computed (opened in); what the"
-    yield "two-sided carriers write to was set aside before the run."
+    yield f"Computing is simulated: a thread sleeps as long as a device of {device} would take, so it uses no CPU time."
+    yield "hixl_async asks the decode process for blocks and opens a stream before a request is computed (opened in); the"
+    yield "two-sided carriers write to memory that was allocated before the run."
     for loop in dict.fromkeys(case["loop"] for case in report["cases"]):
         yield ""
         yield f"{report['model']}, one of {report['ranks']} ranks; medians over turns ({loop})"

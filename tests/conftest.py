@@ -1,4 +1,4 @@
-"""What all tests share: both loops in debug mode, a balance sheet after each test, and a note of where a run died."""
+"""Fixtures of all tests: both loops in debug mode, a balance sheet after each test, and a record of where a run died."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 from hixl_async import drivers
 from hixl_async.testing import BalanceSheet, FaultPlan, faulty
 
-# A shell lets what it starts in the background, and so its children, ignore Ctrl-C; tests send some.
+# Background processes of a shell, and their children, ignore Ctrl-C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,13 +31,13 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 # -- both loops
-# The debug mode remembers the whole stack where each task, future and handle was made, and looks whether its files have
-# changed: a third of the CPU time of the tests.  Two frames, of files that nobody edits meanwhile, tell as much.
+# The debug mode records the whole stack at which each task, future and handle was made, and checks whether its files have
+# changed: a third of the CPU time of the tests.  Two frames are enough, and the files do not change meanwhile.
 _walk_stack = traceback.walk_stack
 traceback.walk_stack = lambda frame: itertools.islice(_walk_stack(frame), 2)  # type: ignore[assignment,return-value]
 linecache.checkcache = lambda filename=None: None
 
-#: What reached the exception handler of a test's loop.
+#: The contexts that reached the exception handler of a test's loop.
 _errors: list[dict[str, Any]] = []
 
 
@@ -52,14 +52,14 @@ def _new_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> Callable[[], 
 
 def _hear(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     _errors.append(context)
-    if isinstance(context.get("exception"), pytest.fail.Exception):  # of a test whose time is up; uvloop would go on
+    if isinstance(context.get("exception"), pytest.fail.Exception):  # the test's time is up, and uvloop would go on
         loop.stop()
 
 
-# Threads of numpy's BLAS come and go as they like, and would look like leaks; one thread also computes the same bits always.
+# Threads of numpy's BLAS start and end by themselves, and would look like leaks; one thread also makes results reproducible.
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
 if importlib.util.find_spec("numpy") is not None:
-    import numpy  # noqa: F401  With the setting above, and for layouts, which use it only where it is imported already.
+    import numpy  # noqa: F401  With the setting above, and for layouts, which use numpy only if it is imported already.
 
 
 def _factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -67,7 +67,7 @@ def _factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop
 
-        # The first loop of a process opens a pipe for signals that stays.
+        # The first loop of a process opens a pipe for signals, which stays open.
         uvloop.new_event_loop().close()
         factories["uvloop"] = _new_loop(uvloop.new_event_loop)
     return factories
@@ -77,20 +77,20 @@ FACTORIES = _factories()
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
-    """Every asynchronous test runs on each of them."""
+    """Run every asynchronous test on each of the loops."""
     return FACTORIES
 
 
 @pytest.fixture(params=FACTORIES)
 def runner(request: pytest.FixtureRequest, balance: BalanceSheet) -> Iterator[asyncio.Runner]:
-    """For synchronous tests that run a loop themselves, or several after another: one of both kinds."""
+    """A runner of either loop, for synchronous tests that run a loop themselves, or several one after another."""
     with asyncio.Runner(loop_factory=FACTORIES[request.param], debug=True) as runner:
         yield runner
 
 
 @pytest.fixture(autouse=True)
 def loop_errors(balance: BalanceSheet) -> Iterator[list[dict[str, Any]]]:
-    """What reached the loop's exception handler; a test that expects something takes it out."""
+    """The contexts that reached the loop's exception handler; a test that expects one removes it."""
     _errors.clear()
     yield _errors
     assert not _errors, f"the loop's exception handler was called: {_errors}"
@@ -100,9 +100,9 @@ def loop_errors(balance: BalanceSheet) -> Iterator[list[dict[str, Any]]]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Thousands of collected tests and the libraries they use stay until the end: no collection needs to look at them.
+    """Exclude the collected tests and the imported libraries from garbage collections, because they stay until the end.
 
-    Otherwise each full one costs 0.2 s, which a test may take for a loop that was held.
+    Otherwise each full collection takes 0.2 s, during which the loop is held, as a test may notice.
     """
     gc.collect()
     gc.freeze()
@@ -115,7 +115,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--blocking",
         action="store_true",
-        help="every engine's drivers take their time to start, shut down, register and forget memory",
+        help="delay the start and end of every engine's drivers, and the registration and release of memory",
     )
 
 
@@ -138,11 +138,11 @@ def _blocking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(autouse=True)
 def balance(request: pytest.FixtureRequest) -> Iterator[BalanceSheet]:
-    """Fails a test that passed but left descriptors, threads, mappings or work behind.
+    """Fail a test that passed but left descriptors, threads, mappings or work behind.
 
-    It is set up before the loop and judges after the loop was closed.
+    It is set up before the loop, and compares after the loop was closed.
     """
-    # libuv's pool of threads for looking up names starts at the first name, and stays.
+    # libuv's pool of threads, which resolve names, starts with the first name and stays.
     sheet = BalanceSheet(ignore=["descriptor /dev/pts", "thread native libuv-worker"])
     yield sheet
     report = request.node.stash.get(_OUTCOME, None)

@@ -1,14 +1,14 @@
-"""A pytest plugin: says how to run what a run skipped, or, with ``--no-skips``, counts a skip as a failure.
+"""A pytest plugin: say how to run the skipped tests, or, with ``--no-skips``, count a skip as a failure.
 
-``make test`` loads it.  CI installs all that is optional and passes ``--no-skips``: no test can go missing there, but those of
-hardware that cannot be installed.
+``make test`` loads it.  CI installs all optional packages and passes ``--no-skips``, so that only tests of hardware can be
+skipped there.
 """
 
 from __future__ import annotations
 
 import pytest
 
-#: How the reason of a skip ends where a machine lacks what nobody can install.
+#: The end of a skip's reason if the machine lacks hardware, which cannot be installed.
 HARDWARE = "torch sees no GPU"
 
 

@@ -16,7 +16,7 @@ WORD = 8
 
 
 def join(rank: int, meeting: str) -> tuple[Any, Any]:
-    """torch and its distributed package, in a group of two that meet at the file `meeting`."""
+    """Return torch and its distributed package, in a group of two that meet at the file `meeting`."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
@@ -27,7 +27,7 @@ def join(rank: int, meeting: str) -> tuple[Any, Any]:
 
 
 def target(line: Connection, size: int, options: dict[str, str]) -> None:
-    """Receives what is announced over `line`."""
+    """Receive the work that is announced over `line`."""
     torch, dist = join(1, line.recv())
     memory = page_memory(size, 0)
     tensor, answer = torch.frombuffer(memory, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
@@ -47,7 +47,7 @@ def target(line: Connection, size: int, options: dict[str, str]) -> None:
 
 
 class Initiator:
-    """Sends, and waits for the answer."""
+    """The sending side, which waits for each answer."""
 
     def __init__(self, line: Connection, size: int, options: dict[str, str]) -> None:
         self._line = line
@@ -57,7 +57,7 @@ class Initiator:
             torch, self._dist = join(0, meeting)
             self._tensor = torch.frombuffer(page_memory(size, 7), dtype=torch.uint8)
             self._answer = torch.zeros(1, dtype=torch.uint8)
-            # The other side still looks at the file when this one has joined; after an answer it does not.
+            # The other side may still read the file when this one has joined, but not after its first answer.
             self._send(Work("write", size), 1)
         line.send((None, WORD))
         if line.recv() != bytes([7]) * WORD:

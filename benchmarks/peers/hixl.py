@@ -1,4 +1,4 @@
-"""hixl_async itself: the public calls, as a user writes them."""
+"""hixl_async itself, by its public calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORD = 8
 
 
 def target(line: Connection, size: int, options: dict[str, str]) -> None:
-    """Owns the region; its coroutines answer notifications."""
+    """Own the region, with coroutines that answer notifications."""
     new_loop(options["loop"]).run_until_complete(_target(line, size))
 
 
@@ -54,7 +54,7 @@ async def _target(line: Connection, size: int) -> None:
 
 
 class Initiator:
-    """Awaits one call after the other on a loop of its own."""
+    """The side that awaits one call after the other on a loop of its own."""
 
     _engine: Engine
     _peer: Peer

@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine over TCP.  There is nothing to wait on: whoever expects a notification asks for it in a loop."""
+"""Mooncake's transfer engine over TCP.  It has no descriptor to wait on, so a process that expects a notification polls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_BLOCKS = 4096
 
 
 def _post(engine: Any, peer: str, here: int, there: int, size: int) -> None:
-    """A write and its notification."""
+    """Write, with a notification."""
     from mooncake.engine import TransferNotify, TransferOpcode
 
     if engine.transfer_sync(peer, here, there, size, TransferOpcode.Write, TransferNotify("n", "n")) != 0:
@@ -25,7 +25,7 @@ def _post(engine: Any, peer: str, here: int, there: int, size: int) -> None:
 
 
 def _see(engine: Any) -> None:
-    """Waits for a notification."""
+    """Wait for a notification."""
     while not engine.get_notifies():
         pass
 
@@ -42,7 +42,7 @@ def _engine(size: int, fill: int) -> tuple[Any, memoryview, int]:
 
 
 def target(line: Connection, size: int, options: dict[str, str]) -> None:
-    """Owns the memory; its engine has threads that receive.  A notification is answered by another, with a write of a word."""
+    """Own the memory; the engine's threads receive.  A notification is answered by another one, with a write of a word."""
     engine, memory, address = _engine(size, 0)
     line.send((f"127.0.0.1:{engine.get_rpc_port()}", address))
     peer, remote = line.recv()
@@ -56,7 +56,7 @@ def target(line: Connection, size: int, options: dict[str, str]) -> None:
 
 
 class Initiator:
-    """Calls that block until the write is done; several in flight are submitted and asked for."""
+    """The side that calls; a call blocks until the write is done, and several in flight are submitted and polled."""
 
     def __init__(self, line: Connection, size: int, options: dict[str, str]) -> None:
         self._line = line

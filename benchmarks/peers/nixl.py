@@ -1,4 +1,4 @@
-"""NIXL over UCX: prepared handles, as its users keep them; on one host a write is process_vm_writev.
+"""NIXL over UCX, with handles that were prepared before; on one host a write is process_vm_writev.
 
 Completion is asked for in a loop: NIXL has nothing to wait on.  Under asyncio the loop gives way by ``sleep(0)``.
 """
@@ -19,7 +19,7 @@ WORD = 8
 
 
 class Side:
-    """An agent with its memory, and how it reaches the other one."""
+    """An agent with its memory, and its connection to the other agent."""
 
     def __init__(self, name: str, size: int, fill: int, options: dict[str, str]) -> None:
         from nixl_cu12._api import nixl_agent, nixl_agent_config
@@ -41,7 +41,7 @@ class Side:
         self.agent.make_connection(self.peer)
 
     def handle(self, spans: Any, note: bytes = b"") -> Any:
-        """A write of `spans`, N x 2: offset on both sides, length."""
+        """Return the handle of a write of `spans`, N x 2: offset on both sides, length."""
         rows = np.zeros((len(spans), 3), np.uint64)
         rows[:, :2] = spans
         there = rows.copy()
@@ -59,13 +59,13 @@ class Side:
             raise RuntimeError(f"NIXL: {state}")
 
     def see(self) -> None:
-        """Waits for a notification."""
+        """Wait for a notification."""
         while not self.agent.get_new_notifs():
             pass
 
 
 def target(line: Connection, size: int, options: dict[str, str]) -> None:
-    """Owns the memory; asks for notifications while it is told to."""
+    """Own the memory, and poll for notifications when `line` says so."""
     side = Side("target", size, 0, options)
     line.send(side.card())
     side.meet(line.recv())
@@ -88,7 +88,7 @@ def target(line: Connection, size: int, options: dict[str, str]) -> None:
 
 
 class Initiator:
-    """Posts handles that were made before, and asks for their state."""
+    """The side that posts handles which were made before, and polls for their state."""
 
     def __init__(self, line: Connection, size: int, options: dict[str, str]) -> None:
         self._line = line

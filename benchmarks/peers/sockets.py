@@ -1,4 +1,4 @@
-"""Two-sided over TCP with ``loop.sock_sendall`` and ``sock_recv_into``: the bytes land where they belong."""
+"""Two-sided over TCP with ``loop.sock_sendall`` and ``sock_recv_into``, without a buffer in between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ LENGTH = struct.Struct("<Q")
 
 
 async def receive_into(loop: asyncio.AbstractEventLoop, sock: socket.socket, memory: memoryview) -> None:
-    """Fills `memory`; asks the socket before the loop, as there is often something."""
+    """Fill `memory`; the socket is tried before the loop, because it often has data.
+
+    :raises EOFError: if the other side closes the connection.
+    """
     while memory:
         try:
             count = sock.recv_into(memory)
@@ -29,7 +32,7 @@ async def receive_into(loop: asyncio.AbstractEventLoop, sock: socket.socket, mem
 
 
 def target(line: Connection, size: int, options: dict[str, str]) -> None:
-    """Receives until `line` ends."""
+    """Receive until `line` ends."""
     new_loop(options["loop"]).run_until_complete(_target(line, size))
 
 
@@ -67,7 +70,7 @@ def _settle(sock: socket.socket) -> None:
 
 
 class Initiator:
-    """Sends, and waits for the answer."""
+    """The sending side, which waits for each answer."""
 
     def __init__(self, line: Connection, size: int, options: dict[str, str]) -> None:
         self._loop = new_loop(options["loop"])

@@ -1,6 +1,6 @@
 """Two-sided over TCP with asyncio's streams, on asyncio's loop or uvloop's.
 
-A message is its length and its bytes; the receiver copies them to where they belong and answers one byte.
+A message is its length and its bytes; the receiver copies them to their place and answers one byte.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["Initiator", "target"]
 
 WORD = 8
 LENGTH = struct.Struct("<Q")
-#: Of a reader's buffer: with the usual 64 KiB large messages crawl.
+#: The size of a reader's buffer; large messages are slow with the default of 64 KiB.
 LIMIT = 4 << 20
 
 
 def target(line: Connection, size: int, options: dict[str, str]) -> None:
-    """Receives until `line` ends."""
+    """Receive until `line` ends."""
     new_loop(options["loop"]).run_until_complete(_target(line, size))
 
 
@@ -49,7 +49,7 @@ async def _target(line: Connection, size: int) -> None:
 
 
 class Initiator:
-    """Sends, and waits for the answer."""
+    """The sending side, which waits for each answer."""
 
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
@@ -87,7 +87,7 @@ class Initiator:
         return perf_counter_ns() - start
 
     async def _send_many(self, work: Work, times: int) -> int:
-        """All on their way before the first answer is waited for."""
+        """Send all parts before waiting for the first answer."""
         reader, writer, memory = self._reader, self._writer, self._memory
         length = LENGTH.pack(work.size)
         spans: list[Any] = [memory[i : i + work.size] for i in range(0, work.span, work.size * BLOCK_STRIDE)]

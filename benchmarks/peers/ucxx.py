@@ -1,4 +1,4 @@
-"""ucxx, the asyncio binding of UCX, over shared memory or TCP.  It offers messages only, so this is two-sided too.
+"""ucxx, the asyncio binding of UCX, over shared memory or TCP.  It has messages only, so this is two-sided as well.
 
 UCX takes shared memory only for endpoints that do not watch for errors of the other side, and that are made from the address
 of a worker; one that is made from an IP address and a port stays on TCP.
@@ -32,14 +32,14 @@ def _ucxx(transports: str) -> Any:
         libucx.load_library()
         libucxx.load_library()
     except ImportError:
-        pass  # of the system
+        pass  # UCX of the system is used
     import ucxx
 
     return ucxx
 
 
 def target(line: Connection, size: int, options: dict[str, str]) -> None:
-    """Receives until `line` ends."""
+    """Receive until `line` ends."""
     new_loop("asyncio").run_until_complete(_target(line, size, options["transports"]))
 
 
@@ -63,7 +63,7 @@ async def _target(line: Connection, size: int, transports: str) -> None:
 
 
 async def _meet(line: Connection, transports: str) -> Any:
-    """An endpoint to the other process's worker."""
+    """Return an endpoint to the other process's worker."""
     ucxx = _ucxx(transports)
     line.send(bytes(ucxx.get_worker_address()))
     address = ucxx.get_ucx_address_from_buffer(line.recv())
@@ -71,7 +71,7 @@ async def _meet(line: Connection, transports: str) -> Any:
 
 
 class Initiator:
-    """Sends, and waits for the answer."""
+    """The sending side, which waits for each answer."""
 
     def __init__(self, line: Connection, size: int, options: dict[str, str]) -> None:
         self._loop = new_loop("asyncio")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a process pair, timed blocks, C rungs, facts about the machine, and a table."""
+"""The parts that the benchmarks share: a process pair, timed blocks, C levels, facts about the machine, and tables."""
 
 import os
 from importlib.util import find_spec
@@ -7,5 +7,5 @@ for module in ("hixl_async", "numpy"):
     if find_spec(module) is None:
         raise SystemExit(f"the benchmarks need {module}: pip install '.[bench]', in the folder above this one")
 
-# numpy's threads for linear algebra spin for a while wherever it is imported, children included; nothing here needs them.
+# Wherever numpy is imported, children included, its threads for linear algebra spin for a while; nothing here uses them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

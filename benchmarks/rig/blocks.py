@@ -1,7 +1,7 @@
-"""Timing: rungs take turns in short blocks, and what counts is the median over blocks.
+"""Timing: levels take turns in short blocks, and the result is the median over blocks.
 
-A shared machine has slow seconds and fast ones.  Rungs that are compared are therefore measured in the same seconds:
-block by block in turn, and a ratio is formed within each turn before the median is taken.
+The speed of a shared machine changes from second to second.  Levels that are compared are therefore measured in the same
+seconds: they take turns block by block, and a ratio is formed within each turn before the median is taken.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Estimate", "Pace", "Rung", "Series", "estimate", "interleave"]
+__all__ = ["Estimate", "Level", "Pace", "Series", "estimate", "interleave"]
 
-#: Does an operation that many times and gives the elapsed nanoseconds.
+#: Does an operation so many times and returns the elapsed nanoseconds.
 Run = Callable[[int], Awaitable[int]]
 
 
 @dataclass(frozen=True)
-class Rung:
+class Level:
     """One way of doing the work."""
 
     name: str
     run: Run
-    #: Operations that count for each one that `run` is asked for: 2 for a round trip of which one way is reported.
+    #: The number of operations that each requested one counts for: 2 for a round trip of which one way is reported.
     share: int = 1
-    #: CPU time so far of those who do the work, in nanoseconds; default: this process, all threads.
+    #: The CPU time so far of the processes that do the work, in nanoseconds; default: this process, all threads.
     cpu: Callable[[], int] = time.process_time_ns
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How much is measured."""
+    """The amount of measuring."""
 
-    #: Blocks of each rung.
+    #: Blocks of each level.
     blocks: int
     #: Least duration of a block; operations are repeated until they fill it.
     seconds: float
@@ -42,13 +42,13 @@ class Pace:
 
 @dataclass
 class Series:
-    """What the blocks of one rung gave, for one operation each."""
+    """The results of one level's blocks, for one operation each."""
 
-    rung: str
+    level: str
     #: Operations in a block.
     iterations: int
     nanoseconds: list[float] = field(default_factory=list)
-    #: CPU time of those who did the work, all threads.
+    #: CPU nanoseconds of the processes that did the work, all threads.
     cpu: list[float] = field(default_factory=list)
 
 
@@ -62,7 +62,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The median of `values`; under 6 values the interval is their whole range, which covers less than 95 %."""
+    """Return the median of `values` with its interval; below 6 values, that is their range, which covers less than 95 %."""
     ordered = sorted(values)
     n, below, cut = len(ordered), 0.0, 0
     # The median lies under the k-th value with the probability that fewer than k of n tosses of a coin show heads.
@@ -72,26 +72,26 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(statistics.median(ordered), ordered[cut - 1], ordered[n - cut])
 
 
-async def interleave(rungs: Sequence[Rung], pace: Pace) -> list[Series]:
-    """Measures `rungs` in turn, each block starting with the next one, so that none always follows the same other."""
-    counts = [await _calibrate(rung, pace.seconds) for rung in rungs]
-    series = [Series(rung.name, count * rung.share) for rung, count in zip(rungs, counts, strict=True)]
+async def interleave(levels: Sequence[Level], pace: Pace) -> list[Series]:
+    """Measure `levels` in turn; each round starts with the next one, so that no level always follows the same other."""
+    counts = [await _calibrate(level, pace.seconds) for level in levels]
+    series = [Series(level.name, count * level.share) for level, count in zip(levels, counts, strict=True)]
     for block in range(pace.blocks):
-        for step in range(len(rungs)):
-            i = (block + step) % len(rungs)
-            cpu = rungs[i].cpu()
-            elapsed = await rungs[i].run(counts[i])
-            cpu = rungs[i].cpu() - cpu
+        for step in range(len(levels)):
+            i = (block + step) % len(levels)
+            cpu = levels[i].cpu()
+            elapsed = await levels[i].run(counts[i])
+            cpu = levels[i].cpu() - cpu
             series[i].nanoseconds.append(elapsed / series[i].iterations)
             series[i].cpu.append(cpu / series[i].iterations)
     return series
 
 
-async def _calibrate(rung: Rung, seconds: float) -> int:
-    """How many operations fill a block; finding out warms up caches, page tables and branch predictors."""
+async def _calibrate(level: Level, seconds: float) -> int:
+    """Return how many operations fill a block; this also warms up caches, page tables and branch predictors."""
     count, target = 1, seconds * 1e9
-    await rung.run(count)
-    # Twice: once may have been the scheduler's doing, and a block of a single operation would measure how it begins and ends.
-    while (elapsed := await rung.run(count)) < target or (target and (elapsed := await rung.run(count)) < target):
+    await level.run(count)
+    # Twice, because the scheduler may have caused the first one, and a block that is too short measures its own overhead.
+    while (elapsed := await level.run(count)) < target or (target and (elapsed := await level.run(count)) < target):
         count = min(count * 10, max(count + 1, math.ceil(count * target / max(elapsed, 1) * 1.1)))
     return count

@@ -1,4 +1,4 @@
-"""Builds the C rungs (native.pyx) against the installed hixl_async, once for each version of either."""
+"""Build the C levels (native.pyx) against the installed hixl_async, once for each version of either."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 
 class BuildError(Exception):
-    """The C rungs cannot be built; the text says what is missing."""
+    """The C levels cannot be built; the text says what is missing."""
 
 
 def build() -> None:
-    """Makes ``from rig import native`` work; compiles it if the cache has none that fits.
+    """Make ``from rig import native`` work; compile it if the cache has none that fits.
 
     :raises BuildError: if Cython or a C compiler is missing, or one of them fails.
     """
@@ -42,7 +42,7 @@ def _cache() -> Path:
 
 
 def _fingerprint(package: Path) -> str:
-    """Changes with everything that the extension is compiled from, and with the Python that it is compiled for."""
+    """A digest of everything that the extension is compiled from, and of the Python that it is compiled for."""
     content = hashlib.sha256(f"{sys.version} {SUFFIX}".encode())
     for path in (SOURCE, *sorted(package.rglob("*.pxd")), *sorted(package.glob("include/*.h"))):
         content.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -51,7 +51,7 @@ def _fingerprint(package: Path) -> str:
 
 def _compile(package: Path, folder: Path) -> None:
     if find_spec("Cython") is None:
-        raise BuildError("the C rungs need Cython: pip install 'hixl-async[bench]'")
+        raise BuildError("the C levels need Cython: pip install 'hixl-async[bench]'")
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     headers = [f"-I{package / 'include'}", f"-I{sysconfig.get_path('include')}"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +66,6 @@ def _run(*command: str | Path) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError:
-        raise BuildError(f"the C rungs need a C compiler, and there is no {command[0]}") from None
+        raise BuildError(f"the C levels need a C compiler, and there is no {command[0]}") from None
     except subprocess.CalledProcessError as error:
         raise BuildError(f"{shlex.join(map(str, command))} failed:\n{error.stderr}") from None

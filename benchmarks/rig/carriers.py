@@ -1,8 +1,8 @@
-"""Ways to bring a request's layers from a prefill process, this one, to a decode process: one-sided and two-sided.
+"""Carriers of a request's layers from a prefill process, this one, to a decode process: one-sided and two-sided.
 
-All have the same work: layers lie in scattered blocks of a pool, are handed over by the thread that computes, and lie
-in other blocks of another pool in the end.  One-sided: a KV stream of hixl_async.  Two-sided: the sender gathers a
-layer's blocks, sends them over TCP or by gloo, and the receiver scatters them.
+All do the same work: the layers are in scattered blocks of a pool, the computing thread hands them over, and in the end
+they are in other blocks of another pool.  One-sided: a KV stream of hixl_async.  Two-sided: the sender gathers a layer's
+blocks, sends them over TCP or by gloo, and the receiver scatters them.
 """
 
 from __future__ import annotations
@@ -38,53 +38,53 @@ __all__ = ["CARRIERS", "Carrier", "Load", "Request", "gloo", "one_sided", "tcp"]
 
 @dataclass(frozen=True)
 class Load:
-    """What is carried."""
+    """The data that is carried."""
 
     layout: Layout
-    #: Of every request.
+    #: Tokens of every request.
     tokens: int
-    #: Requests whose blocks fit in either pool.
+    #: The number of requests whose blocks fit in either pool.
     slots: int
     loop: str
 
     @property
     def blocks(self) -> int:
-        """Of one request."""
+        """The blocks of one request."""
         return self.layout.blocks_for(self.tokens)
 
     @property
     def nbytes(self) -> int:
-        """Of one request."""
+        """The bytes of one request."""
         return self.layout.pool_bytes(self.blocks)
 
 
 class Request(Protocol):
-    """One request on its way."""
+    """One request that is being transferred."""
 
     def push(self, layer: int) -> None:
-        """Hands a layer over, from any thread."""
+        """Hand a layer over, from any thread."""
 
     async def landed(self) -> tuple[list[int], list[int]]:
-        """When each layer was there, on CLOCK_MONOTONIC, and its checksum, where it was asked for."""
+        """Return when each layer was there, on CLOCK_MONOTONIC, and the checksums, if they were asked for."""
 
 
 class Carrier(Protocol):
-    """This process's side."""
+    """This process's side of a carrier."""
 
     name: str
 
     async def begin(self, check: bool) -> Request:
-        """A request; `check`: its bytes are to be verified."""
+        """Begin a request; with `check` its bytes are verified."""
 
     def checksums(self, request: Any) -> list[int]:
-        """What the layers of a request must have."""
+        """Return the checksums that the layers of a request must have."""
 
     def cpu_ns(self) -> int:
-        """CPU time of both processes so far."""
+        """Return the CPU nanoseconds of both processes so far."""
 
 
 def checksum(layer: Any) -> int:
-    """Of the blocks of one layer, in their order."""
+    """Return the CRC-32 of one layer's blocks, in their order."""
     contiguous: Any = np.ascontiguousarray(layer)
     return zlib.crc32(contiguous)
 
@@ -117,7 +117,7 @@ def _cpu_ns(process: SpawnProcess) -> int:
 
 @contextlib.asynccontextmanager
 async def one_sided(load: Load, drivers: Drivers | None = None) -> AsyncIterator[OneSided]:
-    """By hixl_async: a stream of pushes per request."""
+    """Carry by hixl_async: a stream of pushes for each request."""
     with _child(_decode, load) as (process, line):
         address = await asyncio.to_thread(line.recv)
         async with (
@@ -234,15 +234,15 @@ class Blocked:
         self.staging: Any = np.zeros((2, load.blocks, layout.block_bytes), np.uint8)
 
     def gather(self, number: int, layer: int) -> Any:
-        """A layer's blocks, one after another."""
+        """Return a layer's blocks, one after another."""
         return self.array[layer].take(self.ids[number % len(self.ids)], axis=1, out=self.staging, mode="clip")
 
     def scatter(self, number: int, layer: int) -> None:
-        """What was received, to where it belongs."""
+        """Copy what was received to its blocks."""
         self.array[layer][:, self.ids[number % len(self.ids)]] = self.staging
 
     def checksums(self, number: int) -> list[int]:
-        """Of all layers of a request."""
+        """Return the checksums of all layers of a request."""
         return [checksum(layer[:, self.ids[number % len(self.ids)]]) for layer in self.array]
 
 
@@ -269,7 +269,7 @@ class TwoSided:
         self.waiting.pop(number).set_result((at, sums))
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         self._loop.remove_reader(self._line.fileno())
 
     async def begin(self, check: bool) -> Request:
@@ -306,7 +306,7 @@ class Sent:
 
 
 class Landings:
-    """The decode side: what has landed, told once it is all of a request."""
+    """The decode side: the layers that have landed, reported when a request is complete."""
 
     def __init__(self, line: Connection, load: Load) -> None:
         self.pool = Blocked(load, 2)
@@ -314,7 +314,7 @@ class Landings:
         self._at: dict[int, list[int]] = {}
 
     def land(self, number: int, layer: int, check: bool) -> None:
-        """One layer is in the staging buffer."""
+        """Take a layer that is in the staging buffer."""
         self.pool.scatter(number, layer)
         at = self._at.setdefault(number, [0] * self._layers)
         at[layer] = time.monotonic_ns()
@@ -324,7 +324,7 @@ class Landings:
 
 @contextlib.asynccontextmanager
 async def tcp(load: Load) -> AsyncIterator[TwoSided]:
-    """By sockets on the event loops, without a copy between socket and buffer."""
+    """Carry by sockets on the event loops, without a copy between socket and buffer."""
     with _child(_decode_tcp, load) as (process, line):
         loop = asyncio.get_running_loop()
         sock = socket.create_connection(("127.0.0.1", await asyncio.to_thread(line.recv)))
@@ -383,7 +383,7 @@ async def _receive_tcp(line: Connection, load: Load) -> None:
 
 @contextlib.asynccontextmanager
 async def gloo(load: Load) -> AsyncIterator[TwoSided]:
-    """By gloo's send and recv, which block a thread on either side."""
+    """Carry by gloo's send and recv, which block a thread on either side."""
     with tempfile.TemporaryDirectory() as folder, _child(_decode_gloo, load) as (process, line):
         meeting = os.path.join(folder, "meeting")
         line.send(meeting)

@@ -1,4 +1,4 @@
-"""Pictures of reports: SVG, written by hand, legible on light and dark pages alike because they bring their own paper."""
+"""Pictures of reports as SVG; they have a background of their own, and so are legible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Band", "Bar", "Curve", "Panel", "Plot", "bars", "curves"]
 STYLE = """
 text { font-family: Inter, "Segoe UI", Helvetica, Arial, sans-serif; font-size: 12px; fill: #24292f }
 .title { font-size: 17px; font-weight: 600 }
-.quiet { fill: #57606a }
+.muted { fill: #57606a }
 .panel { font-size: 13px; font-weight: 600 }
 .ours { font-weight: 600 }
 .end { text-anchor: end }
@@ -20,7 +20,7 @@ text { font-family: Inter, "Segoe UI", Helvetica, Arial, sans-serif; font-size: 
 .grid { stroke: #d8dee4; stroke-width: 1 }
 """
 WIDTH, MARGIN, ROW, LABELS = 900, 24, 22, 190
-#: Hues of Okabe and Ito, which stay apart for colour-blind readers; the first one is ours.
+#: Colours of Okabe and Ito, which colour-blind readers can tell apart; the first one is for hixl_async.
 INKS = ("#0072b2", "#d55e00", "#009e73", "#a3467f")
 THEIRS = "#b1bac4"
 
@@ -70,35 +70,35 @@ class Picture:
         self._root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
         ET.SubElement(self._root, "title").text = title
         ET.SubElement(self._root, "style").text = STYLE
-        self._paper = self.shape("rect", width=WIDTH, fill="#ffffff")
+        self._background = self.shape("rect", width=WIDTH, fill="#ffffff")
         self.text(MARGIN, 34, title, "title")
-        self.text(MARGIN, 54, subtitle, "quiet")
+        self.text(MARGIN, 54, subtitle, "muted")
         self.y = 64.0
 
     def shape(self, tag: str, **attributes: object) -> ET.Element:
-        """Adds an element."""
+        """Add an element."""
         words = {name.rstrip("_").replace("_", "-"): _number(value) for name, value in attributes.items()}
         return ET.SubElement(self._root, tag, words)
 
     def text(self, x: float, y: float, text: str, kind: str = "") -> None:
-        """Adds words."""
+        """Add text."""
         self.shape("text", x=x, y=y, **({"class_": kind} if kind else {})).text = text
 
     def line(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        """Adds a line of the grid."""
+        """Add a line of the grid."""
         self.shape("line", x1=x1, y1=y1, x2=x2, y2=y2, class_="grid")
 
     def finish(self) -> str:
-        """The picture as text."""
+        """Return the picture as text."""
         height = round(self.y + 18)
         self._root.attrib.update(viewBox=f"0 0 {WIDTH} {height}", width=str(WIDTH), height=str(height))
-        self._paper.set("height", str(height))
+        self._background.set("height", str(height))
         ET.indent(self._root)
         return ET.tostring(self._root, encoding="unicode") + "\n"
 
 
 def bars(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
-    """Horizontal bars on a logarithmic axis per panel, the shortest the best, panels one below the other."""
+    """Return horizontal bars on one logarithmic axis for each panel; the panels are one below the other."""
     picture = Picture(title, subtitle)
     left, right = MARGIN + LABELS, WIDTH - MARGIN - 70
     for panel in panels:
@@ -123,7 +123,7 @@ def bars(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
 
 
 def curves(title: str, subtitle: str, bands: Sequence[Band], unit: str) -> str:
-    """Curves on logarithmic axes, one for each band; bands one below the other."""
+    """Return curves on one logarithmic axis for each band; the bands are one below the other."""
     picture = Picture(title, subtitle)
     _legend(picture, [curve.label for curve in bands[0].plots[0].curves])
     for band in bands:
@@ -146,10 +146,10 @@ def _plots(picture: Picture, plots: Sequence[Plot], unit: str) -> None:
             y = top + height - decade * height / decades
             picture.line(x, y, x + width, y)
             if number == 0:
-                picture.text(x - 8, y + 4, f"{_power(low + decade)} {unit}", "end quiet")
+                picture.text(x - 8, y + 4, f"{_power(low + decade)} {unit}", "end muted")
         step = width / max(1, len(plot.places) - 1)
         for i, place in enumerate(plot.places):
-            picture.text(x + i * step, top + height + 18, place, "middle quiet")
+            picture.text(x + i * step, top + height + 18, place, "middle muted")
         for curve, ink in zip(plot.curves, INKS, strict=False):
             points = [
                 (x + i * step, top + height - (math.log10(max(value, 10.0**low)) - low) * height / decades)
@@ -167,7 +167,7 @@ def _legend(picture: Picture, labels: Sequence[str]) -> None:
     picture.y += 12
     for label, ink in zip(labels, INKS, strict=False):
         picture.shape("rect", x=x, y=picture.y, width=12, height=12, rx=2, fill=ink)
-        picture.text(x + 18, picture.y + 10, label, "quiet")
+        picture.text(x + 18, picture.y + 10, label, "muted")
         x += 40 + 7 * len(label)
 
 

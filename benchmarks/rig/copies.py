@@ -1,4 +1,4 @@
-"""The ladder itself: the same copies bare, by the driver, by the core, and by the public calls."""
+"""The ladder itself: the same copies by memcpy, by the driver, by the core, and by the public calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from hixl_async import Batch, Engine
 from hixl_async.testing import FaultPlan, faulty
-from rig.blocks import Pace, Rung, interleave
+from rig.blocks import Level, Pace, interleave
 from rig.figure import Figure, compare
 from rig.pair import TARGET, Pair
 from rig.plan import Plan
@@ -24,13 +24,13 @@ Verb = Literal["write", "read"]
 VERBS: tuple[Verb, Verb] = ("write", "read")
 
 BLOCK = 4096
-#: Descriptors of a list, lists that are gone through where memory must be cold, and coroutines in flight.
+#: The number of descriptors of a list, of lists that take turns so that memory is cold, and of coroutines in flight.
 LIST, COLD_LISTS, FLIGHT = 256, 64, 64
 FLIGHT_SIZES = (4 << 10, 64 << 10)
 POST = 10_000
-#: From here on the rate counts.
+#: The size from which on the rate is measured.
 RATE_FROM = 1 << 20
-#: From here on an operation takes a block by itself.
+#: The size from which on a block is a single operation.
 LARGE = 16 << 20
 
 
@@ -40,8 +40,8 @@ def _program(pair: Pair, batches: list[Batch]) -> Any:
     return native.Program(batches, pair.local.address, pair.mapped)
 
 
-def _c_rungs(pair: Pair, batches: list[Batch]) -> tuple[Rung, Rung]:
-    """The bare copies of `batches`, and the same by the driver."""
+def _c_levels(pair: Pair, batches: list[Batch]) -> tuple[Level, Level]:
+    """Return the bare copies of `batches`, and the same by the driver."""
     program = _program(pair, batches)
 
     async def copy(times: int) -> int:
@@ -50,13 +50,13 @@ def _c_rungs(pair: Pair, batches: list[Batch]) -> tuple[Rung, Rung]:
     async def submit(times: int) -> int:
         return int(program.submit(times))
 
-    return Rung("copy", copy), Rung("driver", submit)
+    return Level("copy", copy), Level("driver", submit)
 
 
 # ---- one range -------------------------------------------------------------------------------------------------------
 
 
-def _range_rungs(pair: Pair, verb: Verb, size: int) -> Iterator[Rung]:
+def _range_levels(pair: Pair, verb: Verb, size: int) -> Iterator[Level]:
     engine, kv, remote = pair.engine, pair.local, pair.remote
     a, b, c, d = 0, size, 0, size
     left, right = kv[a:b], remote[c:d]
@@ -68,7 +68,7 @@ def _range_rungs(pair: Pair, verb: Verb, size: int) -> Iterator[Rung]:
             await engine.submit(batch)
         return perf_counter_ns() - start
 
-    # One function per verb, so that what is timed is what a user writes.
+    # One function per verb, so that the timed code is what a user writes.
     async def write_ready(times: int) -> int:
         start = perf_counter_ns()
         for _ in range(times):
@@ -93,18 +93,18 @@ def _range_rungs(pair: Pair, verb: Verb, size: int) -> Iterator[Rung]:
             await engine.read(kv[a:b], remote[c:d])
         return perf_counter_ns() - start
 
-    yield from _c_rungs(pair, [batch])
-    yield Rung("core", prepared)
-    yield Rung("ready", write_ready if verb == "write" else read_ready)
-    yield Rung("fresh", write_fresh if verb == "write" else read_fresh)
+    yield from _c_levels(pair, [batch])
+    yield Level("core", prepared)
+    yield Level("ready", write_ready if verb == "write" else read_ready)
+    yield Level("fresh", write_fresh if verb == "write" else read_fresh)
 
 
 async def measure_range(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """One range, hot memory, both verbs, every size."""
+    """Measure one range in hot memory, for both verbs and every size."""
     for verb in VERBS:
         for size in plan.sizes:
-            rungs = [rung for rung in _range_rungs(pair, verb, size) if rung.name in ("copy", *plan.rungs)]
-            series = await interleave(rungs, plan.pace if size < LARGE else plan.slow_pace)
+            levels = [level for level in _range_levels(pair, verb, size) if level.name in ("copy", *plan.levels)]
+            series = await interleave(levels, plan.pace if size < LARGE else plan.slow_pace)
             for figure in compare(series, part="range", loop=loop, case="hot", verb=verb, nbytes=size):
                 yield figure
 
@@ -112,15 +112,15 @@ async def measure_range(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figu
 # ---- lists -----------------------------------------------------------------------------------------------------------
 
 
-# Arrays are Any here: before Python 3.12 type checkers do not know that numpy's have the buffer protocol.
+# Arrays are Any here, because before Python 3.12 type checkers do not know that numpy's have the buffer protocol.
 def _table(blocks: int) -> Any:
-    """Descriptors of distinct blocks in random order on both sides, as a paged KV cache has them."""
+    """Return descriptors of distinct blocks in random order on both sides, as in a paged KV cache."""
     order = np.random.default_rng(1)
     left, right = order.permutation(blocks), order.permutation(blocks)
     return np.stack([left * BLOCK, right * BLOCK, np.full(blocks, BLOCK)], axis=1).astype(np.uint64)
 
 
-def _list_rungs(pair: Pair, verb: Verb, lists: int) -> Iterator[Rung]:
+def _list_levels(pair: Pair, verb: Verb, lists: int) -> Iterator[Level]:
     engine, kv, remote = pair.engine, pair.local, pair.remote
     tables: list[Any] = np.split(_table(lists * LIST), lists)
     batches = [Batch(verb, kv, remote, table) for table in tables]
@@ -142,16 +142,16 @@ def _list_rungs(pair: Pair, verb: Verb, lists: int) -> Iterator[Rung]:
             await engine.submit(Batch(verb, kv, remote, tables[turn]))
         return perf_counter_ns() - start
 
-    yield from _c_rungs(pair, batches)
-    yield Rung("prepared", prepared)
-    yield Rung("rows", rows)
+    yield from _c_levels(pair, batches)
+    yield Level("prepared", prepared)
+    yield Level("rows", rows)
 
 
 async def measure_list(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """256 scattered blocks of 4 KiB in one call, in hot and in cold memory."""
+    """Measure 256 scattered blocks of 4 KiB in one call, in hot and in cold memory."""
     for verb in VERBS:
         for case, lists in (("hot", 1), ("cold", COLD_LISTS)):
-            series = await interleave(list(_list_rungs(pair, verb, lists)), plan.pace)
+            series = await interleave(list(_list_levels(pair, verb, lists)), plan.pace)
             for figure in compare(
                 series, part="list", loop=loop, case=case, verb=verb, nbytes=LIST * BLOCK, descriptors=LIST
             ):
@@ -159,7 +159,7 @@ async def measure_list(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figur
 
 
 async def measure_post(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """10,000 descriptors in one call: how long the loop is held, and how long it takes until the last has landed."""
+    """Measure 10,000 descriptors in one call: the time for which the loop is held, and the time until the last is done."""
     engine, kv, remote = pair.engine, pair.local, pair.remote
     rows = _table(POST)
 
@@ -178,22 +178,22 @@ async def measure_post(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figur
             await engine.submit(Batch("write", kv, remote, rows))
         return perf_counter_ns() - start
 
-    copy, driver = _c_rungs(pair, [Batch("write", kv, remote, rows)])
-    series = await interleave([copy, driver, Rung("landed", landed), Rung("posted", posted)], plan.pace)
+    copy, driver = _c_levels(pair, [Batch("write", kv, remote, rows)])
+    series = await interleave([copy, driver, Level("landed", landed), Level("posted", posted)], plan.pace)
     for figure in compare(
         series, part="post", loop=loop, case="array in", verb="write", nbytes=POST * BLOCK, descriptors=POST
     ):
-        # What runs beside the post is not the post's CPU time.
-        yield replace(figure, cpu_ns=None) if figure.rung == "posted" else figure
+        # The CPU time of the threads that run beside the post is not the post's.
+        yield replace(figure, cpu_ns=None) if figure.level == "posted" else figure
 
 
 # ---- many at once ----------------------------------------------------------------------------------------------------
 
 
 async def measure_flight(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """64 coroutines that each write block after block: inside the call, by the driver's threads, by a network's stand-in.
+    """Measure 64 coroutines that each write block after block: inside the call, by the driver's threads, and by `faulty`.
 
-    `threads` copies nothing inside the call.  `faulty` never finishes inside the call either: a thread of its own does,
+    `threads` copies nothing inside the call.  `faulty` stands for a network: a thread of its own completes every operation,
     without a delay.
     """
     name = pair.remote.link.driver.name
@@ -202,24 +202,24 @@ async def measure_flight(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Fig
         Engine(None, drivers=faulty(name, FaultPlan(seed=1).pending())) as slow,
     ):
         for size in FLIGHT_SIZES:
-            copy, _ = _c_rungs(pair, [Batch("write", pair.local, pair.remote, [(0, 0, size)])])
+            copy, _ = _c_levels(pair, [Batch("write", pair.local, pair.remote, [(0, 0, size)])])
             depths: dict[str, list[int]] = {"inline": [], "threads": [], "faulty": []}
-            rungs = [copy, _writers(pair.engine, pair.local, pair.remote, size, "inline", depths["inline"])]
+            levels = [copy, _writers(pair.engine, pair.local, pair.remote, size, "inline", depths["inline"])]
             for label, engine in (("threads", threads), ("faulty", slow)):
                 peer = await engine.connect(pair.peer.address)
                 local = engine.allocate(f"local-{size}", FLIGHT * size)
-                rungs.append(_writers(engine, local, await peer.region(TARGET), size, label, depths[label]))
-            # Starting 64 tasks takes a while, so a block must be long beside it.
-            series = await interleave(rungs, Pace(plan.pace.blocks, plan.pace.seconds * 5))
+                levels.append(_writers(engine, local, await peer.region(TARGET), size, label, depths[label]))
+            # A block must be long in comparison with the start of 64 tasks.
+            series = await interleave(levels, Pace(plan.pace.blocks, plan.pace.seconds * 5))
             for figure in compare(series, part="flight", loop=loop, case="hot", verb="write", nbytes=size):
                 extra = {"per_second": 1e9 / figure.value.median}
-                if figure.rung in depths:
-                    extra["in_flight"] = statistics.median(depths[figure.rung])
+                if figure.level in depths:
+                    extra["in_flight"] = statistics.median(depths[figure.level])
                 yield replace(figure, extra=extra)
 
 
-def _writers(engine: Engine, local: Any, target: Any, size: int, label: str, depths: list[int]) -> Rung:
-    """64 writers; the last one looks how many operations are in flight each time before it adds one."""
+def _writers(engine: Engine, local: Any, target: Any, size: int, label: str, depths: list[int]) -> Level:
+    """64 writers; before each of its writes, the last one records how many operations are in flight."""
 
     async def writer(i: int, times: int) -> None:
         a, b = i * size, (i + 1) * size
@@ -233,17 +233,17 @@ def _writers(engine: Engine, local: Any, target: Any, size: int, label: str, dep
         await asyncio.gather(*(writer(i, times) for i in range(FLIGHT)))
         return perf_counter_ns() - start
 
-    return Rung(label, run, share=FLIGHT)
+    return Level(label, run, share=FLIGHT)
 
 
 # ---- at full speed ---------------------------------------------------------------------------------------------------
 
 
 async def measure_rate(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """CPU time of large writes, one after another, beside the bare copy's: what is compared is time on a CPU."""
+    """Measure the CPU time of large writes, one after another, beside the bare copy's."""
     for size in (size for size in plan.sizes if size >= RATE_FROM):
-        rungs = [rung for rung in _range_rungs(pair, "write", size) if rung.name in ("copy", "fresh")]
-        series = await interleave(rungs, plan.pace if size < LARGE else plan.slow_pace)
+        levels = [level for level in _range_levels(pair, "write", size) if level.name in ("copy", "fresh")]
+        series = await interleave(levels, plan.pace if size < LARGE else plan.slow_pace)
         by_cpu = [replace(one, nanoseconds=one.cpu) for one in series]
         for figure, one in zip(
             compare(by_cpu, part="rate", loop=loop, case="CPU time", verb="write", nbytes=size), series, strict=True

@@ -1,4 +1,4 @@
-"""A GPU's memory as the local side, where torch sees a GPU."""
+"""Transfers whose local side is a GPU's memory, where torch sees a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from time import perf_counter_ns
 from typing import Any, Literal
 
-from rig.blocks import Rung, interleave
+from rig.blocks import Level, interleave
 from rig.figure import Figure, compare
 from rig.pair import Pair
 from rig.plan import Plan, Skipped
@@ -19,7 +19,7 @@ SIZES = (4 << 10, 1 << 20, 16 << 20)
 
 
 async def measure_device(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """Tensors of a GPU to and from the peer's region, beside torch's own copy over the same mapped pages.
+    """Measure tensors of a GPU to and from the peer's region, beside torch's own copy over the same mapped pages.
 
     :raises Skipped: without torch, or without a GPU that it sees.
     """
@@ -35,14 +35,14 @@ async def measure_device(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Fig
         for size in SIZES:
             tensor = torch.ones(size, dtype=torch.uint8, device="cuda")
             torch.cuda.synchronize()
-            rungs = [_torch_copy(torch, tensor, mapped[:size], verb), _transfer(pair, tensor, size, verb)]
-            series = await interleave(rungs, plan.pace)
+            levels = [_torch_copy(torch, tensor, mapped[:size], verb), _transfer(pair, tensor, size, verb)]
+            series = await interleave(levels, plan.pace)
             for figure in compare(series, part="device", loop=loop, case="GPU", verb=verb, nbytes=size):
                 yield figure
 
 
-def _torch_copy(torch: Any, tensor: Any, mapped: Any, verb: Literal["write", "read"]) -> Rung:
-    """The floor: torch copies, and the host waits for it."""
+def _torch_copy(torch: Any, tensor: Any, mapped: Any, verb: Literal["write", "read"]) -> Level:
+    """The floor: torch copies, and the host waits until it has."""
     to, source = (mapped, tensor) if verb == "write" else (tensor, mapped)
 
     async def copy(times: int) -> int:
@@ -52,10 +52,10 @@ def _torch_copy(torch: Any, tensor: Any, mapped: Any, verb: Literal["write", "re
             torch.cuda.synchronize()
         return perf_counter_ns() - start
 
-    return Rung("torch copy", copy)
+    return Level("torch copy", copy)
 
 
-def _transfer(pair: Pair, tensor: Any, size: int, verb: Literal["write", "read"]) -> Rung:
+def _transfer(pair: Pair, tensor: Any, size: int, verb: Literal["write", "read"]) -> Level:
     transfer = pair.engine.write if verb == "write" else pair.engine.read
 
     async def run(times: int) -> int:
@@ -64,4 +64,4 @@ def _transfer(pair: Pair, tensor: Any, size: int, verb: Literal["write", "read"]
             await transfer(tensor, pair.remote[:size])
         return perf_counter_ns() - start
 
-    return Rung(verb, run)
+    return Level(verb, run)

@@ -1,4 +1,4 @@
-"""What a run found, in words and pictures: RESULTS.md and the README's charts, from the JSON of the benchmarks."""
+"""The results of a run in words and pictures, from the JSON of the benchmarks: RESULTS.md, DETAILS.md, the README's charts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from rig import charts
-from rig.ahead import ahead
 from rig.blocks import estimate
-from rig.goals import Reports, goals
+from rig.goals import Reports, Row, goals
+from rig.losses import losses
 from rig.table import digits, nbytes, seconds
 
-__all__ = ["document", "draw"]
+__all__ = ["details", "draw", "summary"]
 
 #: A report by its benchmark's name.
 Found = dict[str, dict[str, Any]]
-#: Makes the lines of a report for people.
+#: Makes the lines of a report.
 Render = Callable[[dict[str, Any]], Iterable[str]]
 
 TITLES = {
@@ -32,41 +32,53 @@ TITLES = {
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str], remarks: str) -> Iterator[str]:
-    """RESULTS.md, line by line; `remarks` are somebody's, and follow the goals."""
+def summary(reports: Found, links: Sequence[str]) -> Iterator[str]:
+    """Yield RESULTS.md, a page: what was measured, the goals met and missed, and where competitors are ahead.
+
+    :param links: lines that say where more is to be found.
+    """
     first = next(iter(reports.values()))
-    about = first["machine"]
     yield "# Results"
     yield ""
-    yield "Written by `benchmarks/report.py`. Medians, and ratios to a floor or a peer of the same run; in brackets their 95 %"
-    yield "interval. Ratios are formed turn by turn, so that what slows both sides of a turn cancels out: a slower clock, a"
-    yield "share of the memory's bandwidth. It does not cancel where one side spins (NIXL's progress thread, ucxx, gloo,"
-    yield "and who polls for notifications): they need whole CPUs, and lose slices of the scheduler to whatever else there is."
+    yield "Written by `benchmarks/report.py`, which `make bench` runs. Medians, and ratios to a floor or a peer of the same"
+    yield "run; their 95 % interval is in brackets. Ratios are formed within each turn, so that a slower clock or less memory"
+    yield "bandwidth, which slows both sides, cancels out."
     yield ""
-    memory = f"{about['memory_bytes'] / 2**30:.0f} GiB"
+    memory = f"{first['machine']['memory_bytes'] / 2**30:.0f} GiB"
+    about = first["machine"]
     yield f"- Machine: {about['cpu']}, {about['cpus']} CPUs, {memory}, Linux {about['kernel']}, {about['libc']}"
+    yield f"- Date: {first['started'][:10]}; commit: {', '.join(_commits(reports))}"
     yield f"- Versions: {', '.join(f'{name} {number}' for name, number in first['versions'].items() if number)}"
-    commits = dict.fromkeys(report["commit"] or "unknown" for report in reports.values())
-    yield f"- Commit: {', '.join(commits)}"
+    yield from _peers(reports.get("side_by_side", {}).get("competitors", ()))
+    yield from (f"- {line}" for line in links)
+    yield ""
+    yield "## Goals"
+    yield ""
+    yield from _goals(Reports(reports), lambda row: bool(row.goal))
+    yield ""
+    yield from _losses(reports)
+
+
+def details(reports: Found, renders: dict[str, Render], pictures: Sequence[str], remarks: str) -> Iterator[str]:
+    """Yield the full report: every figure, with the tables of all benchmarks; `remarks` follow the goals."""
+    yield "# All results"
+    yield ""
+    yield "Ratios are formed within each turn, so what slows both sides of a turn cancels out. It does not where one side spins"
+    yield "(NIXL's progress thread, ucxx, gloo, and programs that poll for notifications), because a process that spins needs a"
+    yield "whole CPU, and loses time slices to all other processes."
+    yield ""
     for name, report in reports.items():
         words = [word for word in report["arguments"] if word != "--json" and not word.endswith(".json")]
         yield (
             f"- `python benchmarks/{' '.join([f'{name}.py', *words])}`: {report['started']}, {report['seconds']:g} s, "
             f"load {report['machine']['load_1min']:.1f} at the start"
         )
-    yield from _peers(reports.get("side_by_side", {}).get("contestants", ()))
     yield ""
-    yield "## Goals"
+    yield "## Figures and goals"
     yield ""
-    yield from _goals(Reports(reports))
+    yield from _goals(Reports(reports), lambda row: True)
     yield ""
-    yield "## Where others are ahead"
-    yield ""
-    lines = list(ahead(reports))
-    yield from (f"- {line}" for line in lines)
-    if not lines:
-        yield "Nowhere in this run."
-    yield ""
+    yield from _losses(reports)
     if remarks:
         yield remarks.strip()
         yield ""
@@ -82,8 +94,22 @@ def document(reports: Found, renders: dict[str, Render], pictures: Sequence[str]
         yield ""
 
 
-def _goals(reports: Reports) -> Iterator[str]:
-    """A summary, and a table with two columns per event loop."""
+def _commits(reports: Found) -> Iterable[str]:
+    return dict.fromkeys(report["commit"] or "unknown" for report in reports.values())
+
+
+def _losses(reports: Found) -> Iterator[str]:
+    yield "## Where others are ahead"
+    yield ""
+    lines = list(losses(reports))
+    yield from (f"- {line}" for line in lines)
+    if not lines:
+        yield "Nowhere in this run."
+    yield ""
+
+
+def _goals(reports: Reports, shown: Callable[[Row], bool]) -> Iterator[str]:
+    """Yield the number of goals met, those that are missed, and a table of the rows to be shown, two columns per event loop."""
     loops = reports.loops
     lines = list(zip(*(goals(reports, loop) for loop in loops), strict=True))
     aimed = [(row, loop) for line in lines for row, loop in zip(line, loops, strict=True) if row.goal]
@@ -101,13 +127,13 @@ def _goals(reports: Reports) -> Iterator[str]:
         yield ""
     yield f"| | goal |{''.join(f' {loop} | |' for loop in loops)}"
     yield f"|---|---|{'---|---|' * len(loops)}"
-    for line in lines:
+    for line in filter(lambda line: shown(line[0]), lines):
         cells = "".join(f" {row.measured} | {row.verdict} |" for row in line)
         yield f"| {line[0].figure} | {line[0].goal} |{cells}"
 
 
-def _peers(contestants: Iterable[dict[str, str]]) -> Iterator[str]:
-    peers = [one for one in contestants if not one["name"].startswith("hixl_async")]
+def _peers(competitors: Iterable[dict[str, str]]) -> Iterator[str]:
+    peers = [one for one in competitors if not one["name"].startswith("hixl_async")]
     measured = [" ".join(filter(None, (one["name"], one["version"]))) for one in peers if one["state"] == "measured"]
     if measured:
         yield f"- Peers: {'; '.join(measured)}"
@@ -119,7 +145,7 @@ def _peers(contestants: Iterable[dict[str, str]]) -> Iterator[str]:
 
 
 def draw(reports: Found) -> Iterator[tuple[str, str]]:
-    """Names and texts of the pictures that can be drawn."""
+    """Yield names and texts of the pictures that can be drawn."""
     if "side_by_side" in reports:
         series = reports["side_by_side"]["series"]
         panels = [
@@ -148,10 +174,10 @@ def draw(reports: Found) -> Iterator[tuple[str, str]]:
 def _bars(series: list[dict[str, Any]], kind: str, size: int, count: int, column: str, share: int) -> list[charts.Bar]:
     found = []
     for one in series:
-        if (one["kind"], one["size"], one["parts"]) == (kind, size, count) and "ready" not in one["contestant"]:
+        if (one["kind"], one["size"], one["parts"]) == (kind, size, count) and "ready" not in one["competitor"]:
             value = estimate(one[column]).median / share
             text = digits(value) if column == "cpu" else seconds(value)
-            found.append(charts.Bar(one["contestant"], value, text, one["contestant"].startswith("hixl_async")))
+            found.append(charts.Bar(one["competitor"], value, text, one["competitor"].startswith("hixl_async")))
     return sorted(found, key=lambda bar: bar.value)
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark reports: figures, each beside the floor of the same run."""
+"""The figures that a benchmark reports, each beside the floor of the same run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Figure:
     part: str
     loop: str
     case: str
-    rung: str
+    level: str
     verb: str | None
     #: Bytes of one operation.
     bytes: int
@@ -26,23 +26,23 @@ class Figure:
     descriptors: int
     unit: str
     value: Estimate
-    #: CPU nanoseconds of this process for one operation, all threads; None where it means nothing.
+    #: CPU nanoseconds of this process for one operation, all threads; None where they mean nothing.
     cpu_ns: float | None
-    #: The rung that `ratio` compares with, or None: this is a floor itself, or has none.
+    #: The level that `ratio` compares with; None if this is a floor itself, or has none.
     floor: str | None
     ratio: Estimate | None
     blocks: int
     iterations: int
-    #: What else was seen, by name.
+    #: Further observations, by name.
     extra: dict[str, float]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Figure:
-        """What `as_json` made plain."""
+        """Return the figure that `as_json` was called on."""
         ratio = Estimate(**data["ratio"]) if data["ratio"] is not None else None
         return cls(**{**data, "value": Estimate(**data["value"]), "ratio": ratio})
 
@@ -60,7 +60,7 @@ def compare(
     floor: int = 0,
     cpu: bool = True,
 ) -> Iterator[Figure]:
-    """Figures of series that were measured in turn, compared block by block with the series number `floor`."""
+    """Yield the figures of series that were measured in turn, compared block by block with the series number `floor`."""
     base = series[floor]
     for one in series:
         ratios = [mine / theirs for mine, theirs in zip(one.nanoseconds, base.nanoseconds, strict=True) if theirs > 0]
@@ -68,14 +68,14 @@ def compare(
             part=part,
             loop=loop,
             case=case,
-            rung=one.rung,
+            level=one.level,
             verb=verb,
             bytes=nbytes,
             descriptors=descriptors,
             unit=unit,
             value=estimate(one.nanoseconds),
             cpu_ns=estimate(one.cpu).median if cpu and one.cpu else None,
-            floor=base.rung if one is not base else None,
+            floor=base.level if one is not base else None,
             ratio=estimate(ratios) if one is not base and ratios else None,
             blocks=len(one.nanoseconds),
             iterations=one.iterations,

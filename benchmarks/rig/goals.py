@@ -1,4 +1,4 @@
-"""What hixl_async aims at, and how far it got, from the reports of one run."""
+"""The goals of hixl_async, and whether the reports of one run meet them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from rig.blocks import Estimate, estimate
 from rig.figure import Figure
-from rig.quiet import INLINE
+from rig.interference import INLINE
 from rig.table import digits, nbytes, seconds
 
 __all__ = ["Reports", "Row", "goals"]
 
 KIB, MIB = 1 << 10, 1 << 20
-#: What some goals name.
+#: The cases that some goals name.
 LARGE, IDLE, STREAMED = 128 * MIB, "200 connections, 5 s", ("Llama-3-70B", "DeepSeek-V3")
 TWO_SIDED_SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
 NIXL_SPIN, NIXL_ASYNCIO, GLOO = "NIXL noPT, spinning", "NIXL noPT, asyncio", "gloo"
@@ -21,37 +21,37 @@ TCP = ("uvloop streams", "sock_recv_into, asyncio", "sock_recv_into, uvloop")
 
 
 class Row(NamedTuple):
-    """One aim."""
+    """One goal, or a figure that has none."""
 
-    #: What was measured.
+    #: The figure's name.
     figure: str
-    #: What it should be, in words.
+    #: The goal in words.
     goal: str
-    #: What it is.
+    #: The measured value in words.
     measured: str
-    #: How much of a miss is left, 0 or less if it is met, as a part of the goal; None if there is no goal, or no figure.
+    #: The distance from the goal as a part of it, 0 or less if it is met; None if there is no goal, or no figure.
     missed: float | None
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The result in words."""
         if self.missed is None:
             return "" if self.measured else "not measured"
         return "met" if self.missed <= 0 else f"missed by {self.missed * 100:.0f} %"
 
 
 def at_most(figure: str, value: float | None, limit: float, goal: str, text: str) -> Row:
-    """`value` should not exceed `limit`."""
+    """Return a row whose `value` should not exceed `limit`."""
     return Row(figure, goal, text if value is not None else "", value / limit - 1 if value is not None else None)
 
 
 def at_least(figure: str, value: float | None, limit: float, goal: str, text: str) -> Row:
-    """`value` should reach `limit`."""
+    """Return a row whose `value` should reach `limit`."""
     return Row(figure, goal, text if value is not None else "", 1 - value / limit if value is not None else None)
 
 
 def unless(row: Row, other: str) -> Row:
-    """`row`; without a verdict, and with a word on it, if `other` was measured than what its goal names."""
+    """Return `row`; without a verdict, and with the case that its goal names in `other`, if another case was measured."""
     return row._replace(goal=f"{row.goal} ({other})", missed=None) if other and row.measured else row
 
 
@@ -64,7 +64,7 @@ class Reports:
             for name in ("ladder", "streaming")
             for figure in reports.get(name, {}).get("figures", ())
         ]
-        #: What a layer's computation took, in times of its transfer.
+        #: The duration of a layer's computation, as a multiple of its transfer's.
         self.slack = float(reports.get("streaming", {}).get("slack", 1.25))
         self._series = reports.get("side_by_side", {}).get("series", ())
 
@@ -73,35 +73,35 @@ class Reports:
         """The event loops of the run."""
         return list(dict.fromkeys(figure.loop for figure in self._figures)) or ["asyncio", "uvloop"]
 
-    def figure(self, part: str, loop: str, rung: str, **words: Any) -> Figure | None:
-        """The one of the ladder, or of the streams, that has these words."""
+    def figure(self, part: str, loop: str, level: str, **words: Any) -> Figure | None:
+        """Return the figure of the ladder, or of the streams, that has these attributes."""
         for one in self._figures:
-            if (one.part, one.loop, one.rung) == (part, loop, rung) and all(
+            if (one.part, one.loop, one.level) == (part, loop, level) and all(
                 getattr(one, name) == word for name, word in words.items()
             ):
                 return one
         return None
 
     def figures(self, part: str, loop: str) -> list[Figure]:
-        """All of a part."""
+        """Return all figures of a part."""
         return [figure for figure in self._figures if (figure.part, figure.loop) == (part, loop)]
 
-    def turns(self, kind: str, size: int, contestant: str, what: str = "nanoseconds", parts: int = 1) -> list[float]:
-        """What a contestant needed in each turn; empty if it did not take part."""
+    def turns(self, kind: str, size: int, competitor: str, what: str = "nanoseconds", parts: int = 1) -> list[float]:
+        """Return a competitor's times, or its CPU times, in each turn; empty if it did not take part."""
         for one in self._series:
-            if (one["kind"], one["size"], one["parts"], one["contestant"]) == (kind, size, parts, contestant):
+            if (one["kind"], one["size"], one["parts"], one["competitor"]) == (kind, size, parts, competitor):
                 return list(one[what])
         return []
 
     def ratio(self, ours: list[float], theirs: list[float]) -> Estimate | None:
-        """Of theirs to ours, turn by turn."""
+        """Return the ratio of theirs to ours, turn by turn."""
         if not ours or not theirs:
             return None
         return estimate([them / us for us, them in zip(ours, theirs, strict=True)])
 
 
 def goals(reports: Reports, loop: str) -> Iterator[Row]:
-    """Every aim on one event loop, in the order in which they were set; the same ones on each."""
+    """Yield all rows of one event loop, in the order in which the goals were set; every loop has the same rows."""
     for part in (_small, _lists, _flight, _large, _wakes, _streams, _two_sided):
         yield from part(reports, loop)
 
@@ -142,18 +142,18 @@ def _lists(reports: Reports, loop: str) -> Iterator[Row]:
 def _flight(reports: Reports, loop: str) -> Iterator[Row]:
     for size in (4 * KIB, 64 * KIB):
         what = f"64 coroutines x {nbytes(size)}"
-        for rung in ("inline", "threads", "faulty"):
-            figure = reports.figure("flight", loop, rung, bytes=size)
+        for level in ("inline", "threads", "faulty"):
+            figure = reports.figure("flight", loop, level, bytes=size)
             rate = figure.extra["per_second"] if figure else None
             depth = figure.extra["in_flight"] if figure else 0.0
             text = f"{(rate or 0) / 1e3:,.0f} k/s, {depth:.0f} in flight"
             if size > 4 * KIB:
-                yield Row(f"{what}, {rung}", "", text if figure else "", None)
-            elif rung == "inline":
-                yield at_least(f"{what}, {rung}", rate, 1e6, ">= 1 M/s", text)
+                yield Row(f"{what}, {level}", "", text if figure else "", None)
+            elif level == "inline":
+                yield at_least(f"{what}, {level}", rate, 1e6, ">= 1 M/s", text)
             else:
                 goal = ">= 300 k/s, >= 32 in flight"
-                yield at_least(f"{what}, {rung}", min(rate / 3e5, depth / 32) if rate else None, 1, goal, text)
+                yield at_least(f"{what}, {level}", min(rate / 3e5, depth / 32) if rate else None, 1, goal, text)
         ours, theirs = (reports.turns("flight", size, name, parts=64) for name in (f"hixl_async, {loop}", NIXL_SPIN))
         ratio = reports.ratio(ours, theirs)
         if size > 4 * KIB:
@@ -191,7 +191,7 @@ def _large(reports: Reports, loop: str) -> Iterator[Row]:
     landed = reports.figure("post", loop, "landed")
     text = f"{seconds(landed.value.median)}, {_interval(landed.ratio)} the bare copies" if landed else ""
     yield Row("10,000 descriptors, array in: until the last is complete", "", text, None)
-    for rate in (one for one in reports.figures("rate", loop) if one.rung == "fresh"):
+    for rate in (one for one in reports.figures("rate", loop) if one.level == "fresh"):
         what = f"CPU s per GB, {nbytes(rate.bytes)} writes"
         text = f"{_interval(rate.ratio)}: {digits(rate.extra['cpu_s_per_GB'])} s"
         yield at_most(what, rate.ratio.median if rate.ratio else None, 1.2, "<= 1.2 x memcpy's", text)
@@ -204,7 +204,7 @@ def _wakes(reports: Reports, loop: str) -> Iterator[Row]:
     theirs = reports.turns("notify", 8, NIXL_SPIN)
     if theirs:
         yield Row(f"{what}, by {NIXL_SPIN} on both sides", "", seconds(estimate(theirs).median), None)
-    idle = next((one for one in reports.figures("idle", loop) if one.rung == "engine"), None)
+    idle = next((one for one in reports.figures("idle", loop) if one.level == "engine"), None)
     value = idle.value.median / 1e9 if idle else None
     case = idle.case if idle else IDLE
     row = at_most(f"idle engine, {case}", value, 0.02, "< 0.02 CPU s", f"{value or 0:.4f} s")
@@ -212,7 +212,7 @@ def _wakes(reports: Reports, loop: str) -> Iterator[Row]:
 
 
 def _streams(reports: Reports, loop: str) -> Iterator[Row]:
-    for figure in (one for one in reports.figures("streaming", loop) if one.rung == "exposed"):
+    for figure in (one for one in reports.figures("streaming", loop) if one.level == "exposed"):
         what = f"layer streaming, {figure.case}, TP8, {nbytes(figure.bytes)} a layer: exposed"
         other = "" if figure.case in STREAMED else f"of {' and '.join(STREAMED)}"
         row = _ratio_row(what, figure, 1.3, "<= 1.3 x one layer")

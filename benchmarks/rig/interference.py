@@ -1,4 +1,4 @@
-"""What must not be felt: the loop under a large transfer, memory that is touched for the first time, an idle engine."""
+"""Interference with the program: gaps of the loop under transfers, first touches of memory, an idle engine's CPU time."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from time import perf_counter_ns
 
-from rig.blocks import Rung, Series, estimate, interleave
+from rig.blocks import Level, Series, estimate, interleave
 from rig.figure import Figure, compare
 from rig.pair import Pair
 from rig.plan import Plan
 
 __all__ = ["measure_idle", "measure_stall", "measure_touch"]
 
-#: Bytes of writes that are done inside of the call: a usual one, and the largest.
+#: Bytes of writes that are done inside the call: a usual size, and the largest.
 INLINE = (4 << 10, 1 << 20)
 
 
 class Ticker:
-    """A timer of one millisecond; remembers the longest time between two of its ticks, and the loop's CPU time in such."""
+    """A timer of one millisecond that records the longest time between two of its ticks, and the most CPU time of the loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -30,10 +30,10 @@ class Ticker:
         self._timer = self._loop.call_later(0.001, self._tick)
 
     def _tick(self) -> None:
-        self._look()
+        self._record()
         self._timer = self._loop.call_later(0.001, self._tick)
 
-    def _look(self) -> None:
+    def _record(self) -> None:
         now = perf_counter_ns()
         self._worst = max(self._worst, now - self._last)
         self._last = now
@@ -42,16 +42,16 @@ class Ticker:
         self._cpu = cpu
 
     def stop(self) -> int:
-        """The longest gap so far, the one until now included; nanoseconds."""
+        """Stop, and return the longest gap in nanoseconds, the one until now included."""
         self._timer.cancel()
-        self._look()
+        self._record()
         return self._worst
 
 
 async def measure_stall(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """The longest gap of a 1 ms ticker on a loop at work, beside the same ticker on an idle one.
+    """Measure the longest gap of a 1 ms ticker on a busy loop, beside the same ticker on an idle one.
 
-    While the largest write is awaited, which threads carry out, and while a coroutine writes without a pause.
+    The loop is busy in two ways: it awaits the largest write, which threads carry out, and a coroutine writes without a pause.
     """
     engine, kv, remote = pair.engine, pair.local, pair.remote
     size = max(plan.sizes)
@@ -72,28 +72,28 @@ async def measure_stall(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figu
         return ticker.stop()
 
     await write(1)
-    series = await interleave([Rung("idle loop", idle), Rung("write", write)], plan.slow_pace)
+    series = await interleave([Level("idle loop", idle), Level("write", write)], plan.slow_pace)
     for figure in _gaps(series, loop, "longest gap", size):
         yield figure
     seconds = plan.busy_seconds
     for size in INLINE:
         cpu: list[int] = []
-        series = await interleave([Rung("idle loop", idle), _busy(pair, size, seconds, cpu)], plan.slow_pace)
+        series = await interleave([Level("idle loop", idle), _busy(pair, size, seconds, cpu)], plan.slow_pace)
         for figure in _gaps(series, loop, "no pause", size):
-            if figure.rung == "writes":  # without what the scheduler gave to others
+            if figure.level == "writes":  # without the time that the scheduler gave to other threads
                 figure.extra["cpu_ms"] = max(cpu) / 1e6
             yield figure
 
 
 def _gaps(series: list[Series], loop: str, case: str, size: int) -> Iterator[Figure]:
-    """Beside the medians of the longest gaps, the longest of all."""
+    """Yield the figures of longest gaps; the longest of all is beside the median."""
     figures = compare(series, part="stall", loop=loop, case=case, verb="write", nbytes=size, cpu=False)
     for figure, one in zip(figures, series, strict=True):
         yield replace(figure, extra={"worst_ms": max(one.nanoseconds) / 1e6})
 
 
-def _busy(pair: Pair, size: int, seconds: float, cpu: list[int]) -> Rung:
-    """A coroutine that awaits nothing but writes that are done at once; `cpu` gets the longest gaps in the loop's CPU time."""
+def _busy(pair: Pair, size: int, seconds: float, cpu: list[int]) -> Level:
+    """A coroutine that awaits only writes that are done at once; the longest gaps in the loop's CPU time go to `cpu`."""
     engine, kv, remote = pair.engine, pair.local, pair.remote
 
     async def write(_: int) -> int:
@@ -105,11 +105,11 @@ def _busy(pair: Pair, size: int, seconds: float, cpu: list[int]) -> Rung:
         cpu.append(ticker.worst_cpu)
         return worst
 
-    return Rung("writes", write)
+    return Level("writes", write)
 
 
 async def measure_touch(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """Importing a fresh region, the first write into it from memory that is fresh as well, and the second write."""
+    """Measure the import of a fresh region, the first write into it from memory that is fresh as well, and the second write."""
     size = plan.touch
     again, first, imported = Series("second write", 1), Series("first write", 1), Series("import", 1)
     for turn in range(plan.slow_pace.blocks):
@@ -127,21 +127,21 @@ async def measure_touch(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figu
 
 
 async def measure_idle(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """CPU time of an engine with many connections on which nothing happens."""
+    """Measure the CPU time of an engine with many idle connections."""
     await pair.ask("dial", count=plan.connections, address=pair.engine.address)
-    await asyncio.sleep(0.2)  # handshakes settle
+    await asyncio.sleep(0.2)  # until the handshakes are over
     theirs = (await pair.ask("cpu"))["ns"]
     ours = time.process_time_ns()
     await asyncio.sleep(plan.idle_seconds)
     ours = time.process_time_ns() - ours
     theirs = (await pair.ask("cpu"))["ns"] - theirs
     await pair.ask("hang_up")
-    for rung, spent in (("engine", ours), ("clients", theirs)):
+    for level, spent in (("engine", ours), ("clients", theirs)):
         yield Figure(
             part="idle",
             loop=loop,
             case=f"{plan.connections} connections, {plan.idle_seconds:g} s",
-            rung=rung,
+            level=level,
             verb=None,
             bytes=0,
             descriptors=0,

@@ -1,4 +1,4 @@
-"""Where others were ahead of hixl_async, from the reports of one run: what goals and charts do not show by themselves."""
+"""The measurements of one run in which a competitor was better than hixl_async; goals and charts do not show all of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from rig.side import Work
 from rig.table import digits, seconds
 
-__all__ = ["ahead"]
+__all__ = ["losses"]
 
 OURS = "hixl_async"
-#: What a turn of the sweep has, in words; more is better where the number is 1.
+#: The measures of a turn of the sweep: their names in words, and 1 where more is better, -1 where less is.
 MEASURES = {
     "latency_ns": ("layer latency", -1),
     "exposed_ns": ("exposed", -1),
@@ -22,8 +22,8 @@ MEASURES = {
 }
 
 
-def ahead(reports: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """A line for each work, and for each measure of the sweep, in which somebody had the better median."""
+def losses(reports: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each work, and for each measure of the sweep, in which a competitor had the better median."""
     yield from _works(reports.get("side_by_side", {}).get("series", ()))
     yield from _sweep(reports.get("sweep", {}).get("cases", ()))
 
@@ -32,20 +32,20 @@ def _works(series: list[dict[str, Any]]) -> Iterator[str]:
     works = dict.fromkeys((one["kind"], one["size"], one["parts"]) for one in series)
     for work in (Work(*key) for key in works):
         mine = [one for one in series if (one["kind"], one["size"], one["parts"]) == work]
-        ours = [one for one in mine if one["contestant"].startswith(OURS) and "ready" not in one["contestant"]]
+        ours = [one for one in mine if one["competitor"].startswith(OURS) and "ready" not in one["competitor"]]
         for column, what in (("nanoseconds", "time"), ("cpu", "CPU time")):
             for us in ours:
                 if work.kind == "idle" and (column == "nanoseconds" or us["cpu"][0] < us["nanoseconds"][0] / 500):
-                    continue  # as long as it was asked to be; so little CPU time is that of being asked
+                    continue  # the time is the one that was asked for, and so little CPU time is that of the question
                 better = [
-                    f"{one['contestant']} {seconds(statistics.median(one[column]))}"
+                    f"{one['competitor']} {seconds(statistics.median(one[column]))}"
                     for one in mine
-                    if not one["contestant"].startswith(OURS)
+                    if not one["competitor"].startswith(OURS)
                     and statistics.median(one[column]) < statistics.median(us[column])
                 ]
                 if better:
                     value = seconds(statistics.median(us[column]))
-                    yield f"{work.describe()}, {what}: {us['contestant']} {value}; {', '.join(better)}"
+                    yield f"{work.describe()}, {what}: {us['competitor']} {value}; {', '.join(better)}"
 
 
 def _sweep(cases: list[dict[str, Any]]) -> Iterator[str]:

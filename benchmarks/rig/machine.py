@@ -1,4 +1,4 @@
-"""What a figure was measured on: without it a figure means nothing."""
+"""The machine and the versions that a figure was measured on; without them it means nothing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["commit", "heading", "machine", "preamble", "versions"]
 
 
 def preamble(benchmark: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What every report begins with."""
+    """Return the first entries of every report."""
     return {
-        "schema": 1,
+        "schema": 2,
         "benchmark": benchmark,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": 0.0,
@@ -31,7 +31,7 @@ def preamble(benchmark: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def heading(report: dict[str, Any]) -> list[str]:
-    """The same for people: what was measured, and on what."""
+    """Return the same as lines of text."""
     about, found = report["machine"], report["versions"]
     others = ", ".join(f"{name} {number or 'not installed'}" for name, number in found.items() if name != "hixl_async")
     lines = [
@@ -42,12 +42,12 @@ def heading(report: dict[str, Any]) -> list[str]:
         others,
     ]
     if about["load_1min"] > about["cpus"] / 2:
-        lines.append("Other programs keep this machine busy: trust ratios only, those with a narrow interval.")
+        lines.append("Other programs keep this machine busy: trust only ratios, and only those with a narrow interval.")
     return lines
 
 
 def machine() -> dict[str, Any]:
-    """The processor, the memory, the kernel, and how busy they are with other work."""
+    """Return the processor, the memory, the kernel, and the load at this moment."""
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
         "cpus": len(os.sched_getaffinity(0)),
@@ -59,7 +59,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that takes part; None: not installed."""
+    """Return the versions of all packages that take part; None for one that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "hixl_async": hixl_async.__version__}
     for name in ("uvloop", "numpy", "cython"):
         try:
@@ -70,7 +70,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit that `folder` has checked out, with ``+`` where files differ from it; None outside of git."""
+    """Return the commit that `folder` has checked out, with ``+`` if files differ from it; None outside of git."""
     try:
         head = _git(folder, "rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, freethreading_compatible=False
-"""The C rungs of the ladder: the bare copies of prepared batches, and the driver's `submit` without the core around it.
+"""The C levels of the ladder: the bare copies of prepared batches, and the driver's `submit` without the core around it.
 
-Both run the very descriptors that the core would post, over the same mapped pages, in a C loop without the GIL.
+Both run the descriptors that the core would post, over the same mapped pages, in a C loop without the GIL.
 """
 
 from libc.stdint cimport int64_t
@@ -35,7 +35,7 @@ cdef extern from *:
     }
 
     /* Sleeps until the op is released, as the loop does, on the mailbox's descriptor.  The loop's thread is busy here, so
-     * nobody else drains, and the op must be the only one in flight. */
+     * nothing else drains, and the op must be the only one in flight. */
     static inline int ladder_wait(hxa_mailbox *box, hxa_op *op) {
         uint32_t seen = 0;
         for (;;) {
@@ -55,7 +55,7 @@ cdef extern from *:
         }
     }
 
-    /* Hands the mailbox back to the loop; a letter that came meanwhile must wake it. */
+    /* Returns the mailbox to the loop; an event node that came meanwhile must wake it. */
     static inline void ladder_leave(hxa_mailbox *box) {
         __atomic_store_n(&box->armed, 1, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&box->letters, __ATOMIC_SEQ_CST) != NULL) hxa_mailbox_signal(box);
@@ -104,7 +104,7 @@ cdef class Program:
         free(self.items)
 
     def copy(self, size_t times):
-        """`times` batches by memcpy; nanoseconds."""
+        """Copy `times` batches with memcpy; nanoseconds."""
         cdef size_t i, turn = self.turn
         cdef int64_t start
         with nogil:
@@ -117,7 +117,7 @@ cdef class Program:
         return start
 
     def submit(self, size_t times):
-        """`times` batches by the driver, each awaited before the next; nanoseconds."""
+        """Submit `times` batches to the driver, each awaited before the next; nanoseconds."""
         cdef hxa_op op
         cdef size_t i, turn = self.turn
         cdef int64_t start

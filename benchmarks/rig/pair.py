@@ -1,6 +1,6 @@
-"""The process pair: this process starts the transfers, a second one owns the region that they go to.
+"""The process pair: this process starts the transfers, and a second one owns the region that they go to.
 
-Both run the same kind of event loop.  Beside their engines they share two eventfds, the floor under every wake-up.
+Both run the same kind of event loop.  Beside their engines they share two eventfds, which are the floor of every wake-up.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Bell", "Pair", "open_pair", "run_loop"]
 
 T = TypeVar("T")
 
-#: The name of the target's region, and of the word in this process that the target writes back to.
+#: The names of the target's region, and of the word in this process that the target writes back to.
 TARGET, BACK = "target", "back"
 #: Topics of a round trip.
 PING, PONG = "ping", "pong"
 
 
 def run_loop(main: Coroutine[Any, Any, T], loop: str) -> T:
-    """Runs a coroutine on a new event loop of that kind, ``"asyncio"`` or ``"uvloop"``."""
+    """Run a coroutine on a new event loop, ``"asyncio"`` or ``"uvloop"``."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if loop == "uvloop":
         import uvloop
@@ -42,27 +42,27 @@ def run_loop(main: Coroutine[Any, Any, T], loop: str) -> T:
 
 
 class Bell:
-    """An eventfd that resumes a coroutine through add_reader: the least that a wake-up by another process can cost."""
+    """An eventfd that resumes a coroutine through add_reader: the least cost of a wake-up by another process."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
-        self._loop.add_reader(fd, self._rung)
+        self._loop.add_reader(fd, self._on_ring)
 
-    def _rung(self) -> None:
+    def _on_ring(self) -> None:
         os.eventfd_read(self._fd)
         if self._waiter is not None:
             self._waiter.set_result(None)
             self._waiter = None
 
     def wait(self) -> asyncio.Future[None]:
-        """The next ring, counted from this call on."""
+        """Return a future for the next ring after this call."""
         self._waiter = self._loop.create_future()
         return self._waiter
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         self._loop.remove_reader(self._fd)
 
 
@@ -73,26 +73,26 @@ class Pair:
     engine: Engine
     #: The target's engine.
     peer: Peer
-    #: Ours, as large as the target's.
+    #: This process's region, as large as the target's.
     local: Region
-    #: The target's.
+    #: The target's region.
     remote: RemoteRegion
-    #: Where this process has the pages of `remote` mapped.
+    #: The address at which this process has the pages of `remote` mapped.
     mapped: int
-    #: The target rings it, and its coroutine waits for the other one.
+    #: The bell that the target rings; a coroutine of the target waits for the other one.
     bell: Bell
     their_bell: int
 
     async def ask(self, service: str, *, timeout: float = 60.0, **body: Any) -> dict[str, Any]:
-        """Lets the target do something; see `_Target`."""
+        """Request a service of the target; see `_Target`."""
         return await self.peer.request(service, body, timeout=timeout)
 
 
 @contextlib.asynccontextmanager
 async def open_pair(loop: str, size: int, pin: tuple[int, int] | None = None) -> AsyncIterator[Pair]:
-    """A pair with regions of `size` bytes.
+    """Open a pair with regions of `size` bytes.
 
-    :param pin: a CPU for each process and all of its threads; default: where the kernel likes.
+    :param pin: a CPU for each process and all of its threads; default: the kernel chooses.
     """
     _raise_descriptor_limit()
     if pin is not None:
@@ -109,13 +109,13 @@ async def open_pair(loop: str, size: int, pin: tuple[int, int] | None = None) ->
         try:
             address = ours.recv()
         except EOFError:
-            raise RuntimeError("the target process ended before it listened; its own error is above") from None
+            raise RuntimeError("the target process ended before it listened; its own message is above") from None
         async with Engine("127.0.0.1:0", name="initiator") as engine:
             engine.allocate(BACK, 4096, access="write")
             local = engine.allocate("local", size)
             peer = await engine.connect(address)
             remote = await peer.region(TARGET)
-            # Every page is touched now, in both directions, so that no later figure pays for it.
+            # Every page is touched now, in both directions, so that no later figure includes the first touch.
             await engine.read(local[:], remote[:])
             await engine.write(local[:], remote[:])
             token = secrets.token_bytes(16)
@@ -125,7 +125,7 @@ async def open_pair(loop: str, size: int, pin: tuple[int, int] | None = None) ->
             yield Pair(engine, peer, local, remote, mapped, bell, bells[0])
             bell.close()
     finally:
-        ours.close()  # the target's sign to leave
+        ours.close()  # this tells the target to leave
         process.join(10)
         if process.is_alive():
             process.kill()
@@ -136,7 +136,7 @@ async def open_pair(loop: str, size: int, pin: tuple[int, int] | None = None) ->
 
 
 def _find_mapping(token: bytes, local: Region, remote: RemoteRegion) -> int:
-    """Where the peer's region is mapped: the mapping of its size that begins with what was just written there."""
+    """Return the address of the peer's region: that of the mapping of its size which begins with the token just written."""
     with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", buffering=0) as memory:
         for line in maps:
             span, rights, *_ = line.split()
@@ -145,11 +145,11 @@ def _find_mapping(token: bytes, local: Region, remote: RemoteRegion) -> int:
                 memory.seek(start)
                 if memory.read(len(token)) == token:
                     return start
-    raise RuntimeError(f"{remote!r} is not mapped into this process, so there is nothing that a bare copy could go to")
+    raise RuntimeError(f"{remote!r} is not mapped into this process, so there is no memory for a bare copy")
 
 
 def _raise_descriptor_limit() -> None:
-    """Hundreds of connections need more descriptors than the usual soft limit of 1024."""
+    """Raise the soft limit, because hundreds of connections need more descriptors than the usual 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -185,7 +185,7 @@ async def _answer_bell(bell: Bell, their_bell: int) -> None:
 
 
 class _Target:
-    """What the initiator can ask for, each method one service."""
+    """The services that the initiator can request, one for each method."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -196,7 +196,7 @@ class _Target:
             engine.serve(service.__name__, service)
 
     async def echo(self, peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
-        """Answers each notification on PING with a write and one on PONG, from a coroutine that waits for it."""
+        """Answer each notification on PING with a write and one on PONG, from a coroutine that waits for it."""
         back = await peer.region(BACK)
         word = self._engine.allocate("word", 4096)
         notes = self._engine.notifications(PING)
@@ -209,18 +209,18 @@ class _Target:
         return {}
 
     async def fresh(self, peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
-        """Allocates a region that nobody has touched."""
+        """Allocate a region whose pages are untouched."""
         self._regions += 1
         name = f"fresh-{self._regions}"
         self._engine.allocate(name, body["size"], access="read-write")
         return {"name": name}
 
     async def cpu(self, peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
-        """CPU nanoseconds of the target so far, all threads."""
+        """Return the CPU nanoseconds of the target so far, all threads."""
         return {"ns": time.process_time_ns()}
 
     async def dial(self, peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
-        """Connects further engines to the one that asks."""
+        """Connect further engines to the one that asks."""
         for _ in range(body["count"]):
             client = await Engine(None).open()
             self._clients.append(client)
@@ -228,7 +228,7 @@ class _Target:
         return {}
 
     async def hang_up(self, peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
-        """Closes what `dial` opened."""
+        """Close the engines that `dial` opened."""
         await self.aclose()
         return {}
 

@@ -1,4 +1,4 @@
-"""How much of the ladder is measured."""
+"""The scope of a run of the ladder."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from rig.blocks import Pace
 
-__all__ = ["FULL", "QUICK", "RUNGS", "Plan", "Skipped"]
+__all__ = ["FULL", "LEVELS", "QUICK", "Plan", "Skipped"]
 
-#: From the floor up; the floor is always measured.
-RUNGS = ("copy", "driver", "core", "ready", "fresh")
+#: From the floor upwards; the floor is always measured.
+LEVELS = ("copy", "driver", "core", "ready", "fresh")
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -24,27 +24,27 @@ class Plan:
 
     #: Bytes of single transfers.
     sizes: tuple[int, ...]
-    #: Which rungs of single transfers, of `RUNGS`.
-    rungs: tuple[str, ...] = RUNGS
+    #: The levels of single transfers, of `LEVELS`.
+    levels: tuple[str, ...] = LEVELS
     #: Blocks of copies.
     pace: Pace
     #: Blocks of wake-ups, which scatter more.
     wake_pace: Pace
-    #: Blocks of what takes long or cannot be repeated: large copies, stalls, first touches.
+    #: Blocks of work that takes long or cannot be repeated: large copies, stalls, first touches.
     slow_pace: Pace
-    #: How long a coroutine writes without a pause while the loop's gaps are looked at.
+    #: How long a coroutine writes without a pause while the loop's gaps are measured.
     busy_seconds: float
-    #: Bytes of the regions, at least.
+    #: The least size of the regions, in bytes.
     region: int
-    #: Bytes of a transfer into memory that nobody has touched.
+    #: Bytes of a transfer into untouched memory.
     touch: int
-    #: Connections of an idle engine, and how long it idles.
+    #: Connections of an idle engine, and how long it is idle.
     connections: int
     idle_seconds: float
 
     @property
     def region_bytes(self) -> int:
-        """What the regions must have."""
+        """The size of the regions, in bytes."""
         return max(self.region, *self.sizes)
 
 

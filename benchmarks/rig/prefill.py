@@ -1,4 +1,4 @@
-"""A prefill worker without a device: a thread that takes as long as one would, and hands each layer over when it is done."""
+"""A prefill worker without a device: a thread that takes as long as a device would, and hands over each finished layer."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ __all__ = ["Course", "run_requests"]
 
 @dataclass
 class Course:
-    """What became of one request; times in nanoseconds of CLOCK_MONOTONIC."""
+    """The history of one request; times in nanoseconds of CLOCK_MONOTONIC."""
 
-    #: When it arrived.
+    #: The time of its arrival.
     arrived: int
-    #: When each layer was computed and handed over.
+    #: The times at which the layers were computed and handed over.
     computed: list[int]
-    #: When each was in the decode process.
+    #: The times at which they were in the decode process.
     landed: list[int]
-    #: How long it took until there were blocks for it on both sides, and a way to them.
+    #: The duration until it had blocks on both sides, and a way to them.
     opening: int = 0
 
     @property
     def first_token(self) -> int:
-        """From the arrival until decoding can begin."""
+        """The time from the arrival until decoding can begin."""
         return max(self.landed) - self.arrived
 
     @property
     def exposed(self) -> int:
-        """From the end of the computation until decoding can begin: what the transfer costs."""
+        """The time from the end of the computation until decoding can begin: the cost of the transfer."""
         return max(self.landed) - self.computed[-1]
 
     @property
     def latencies(self) -> list[int]:
-        """Of each layer's transfer."""
+        """The times of the layers' transfers."""
         return [there - here for here, there in zip(self.computed, self.landed, strict=True)]
 
 
 async def run_requests(
     carrier: Carrier, count: int, layers: int, slots: int, layer_seconds: float, check: bool = False
 ) -> list[Course]:
-    """`count` requests that arrive at once and are computed one after another, as long as there are blocks for them.
+    """Run `count` requests that arrive at once and are computed one after another, as long as there are blocks for them.
 
-    :param slots: requests whose blocks are taken at any time: a request that is not yet carried away delays others.
-    :raises RuntimeError: if `check` and bytes arrive that were not sent.
+    :param slots: the number of requests that can have blocks at any time: one that is not transferred yet delays others.
+    :raises RuntimeError: if `check` is true and other bytes arrive than were sent.
     """
     arrived = time.monotonic_ns()
     free = asyncio.Semaphore(slots)
@@ -84,7 +84,7 @@ def _compute(ready: queue.SimpleQueue[tuple[Request, Course] | None], layers: in
         request, course = job
         start = time.monotonic()
         for layer in range(layers):
-            # From the start: that one sleep is late must not make the next one so.
+            # Counted from the start, so that a late end of one sleep does not delay the next one.
             time.sleep(max(0.0, start + (layer + 1) * layer_seconds - time.monotonic()))
             course.computed.append(time.monotonic_ns())
             request.push(layer)

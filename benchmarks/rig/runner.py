@@ -1,7 +1,7 @@
-"""The two processes of a contestant, led by a third one, which does nothing while they work.
+"""The two processes of a competitor, led by a third process, which does nothing while they work.
 
-What a contestant costs is its own: loops, threads and memory of others are in other processes.  One that burns CPU
-while it is idle is stopped between its turns.
+The cost of a competitor is its own, because the loops, threads and memory of others are in other processes.  A competitor
+that uses CPU time while it is idle is stopped between its turns.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from peers import Contestant
+from peers import Competitor
 
-from rig.blocks import Rung
+from rig.blocks import Level
 from rig.side import Work
 
-__all__ = ["Team", "TeamError", "open_team"]
+__all__ = ["Runner", "RunnerError", "open_runner"]
 
-#: Seconds that a team may take to get ready, and for one block of work.
+#: The seconds that a runner may take to get ready, and for one block of work.
 PATIENCE = 60.0
 
 
-class TeamError(Exception):
-    """A contestant that is installed does not work here; the text says how it ended."""
+class RunnerError(Exception):
+    """A competitor that is installed does not work here; the text says how it ended."""
 
 
-class Team:
-    """A contestant at work."""
+class Runner:
+    """The processes of one competitor."""
 
-    def __init__(self, contestant: Contestant, line: Connection, processes: list[SpawnProcess], noise: Path) -> None:
-        self.contestant = contestant
+    def __init__(self, competitor: Competitor, line: Connection, processes: list[SpawnProcess], noise: Path) -> None:
+        self.competitor = competitor
         self._line = line
         self._processes = processes
         self._noise = noise
-        #: Why it takes part in nothing any more; empty while it does.
+        #: The reason why it does not take part any more; empty while it does.
         self.lost = ""
 
     def ask(self, work: Work, times: int) -> int | None:
-        """Lets the initiator do `work`; nanoseconds, or None if it has no way to do it."""
+        """Let the initiator do `work`; nanoseconds, or None if it has no way to do it."""
         self.begin(work, times)
         return self.end()
 
     def begin(self, work: Work, times: int) -> None:
-        """The first half of `ask`."""
-        if self.contestant.spins:
+        """Do the first half of `ask`."""
+        if self.competitor.spins:
             self._signal(signal.SIGCONT)
         self._line.send((work, times))
 
     def end(self) -> int | None:
-        """The second half of `ask`."""
+        """Do the second half of `ask`."""
         elapsed = self._answer()
-        if self.contestant.spins:
+        if self.competitor.spins:
             self._signal(signal.SIGSTOP)
-            for process in self._processes:  # nobody else is measured before they have stopped
+            for process in self._processes:  # no other competitor is measured before they have stopped
                 os.waitid(os.P_PID, process.pid or 0, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         return elapsed
 
@@ -76,27 +76,27 @@ class Team:
             raise self._error("a process of it ended") from None
         return answer
 
-    def _error(self, what: str) -> TeamError:
+    def _error(self, what: str) -> RunnerError:
         for process in self._processes:
-            process.join(1)  # its last words are the ones that count
+            process.join(1)  # because its last message is the one that counts
         said = self._noise.read_text(errors="replace").strip().splitlines()
         self.lost = f"{what}: {said[-1] if said else 'it said nothing'}"
-        return TeamError(f"{self.contestant.name}: {self.lost}")
+        return RunnerError(f"{self.competitor.name}: {self.lost}")
 
     def cpu_ns(self) -> int:
-        """CPU time of both processes so far, all threads, those that have ended too."""
+        """Return the CPU nanoseconds of both processes so far, all threads, including those that have ended."""
         # A process's CPU clock by its id; see clock_getcpuclockid(3).
         return sum(time.clock_gettime_ns(~process.pid << 3 | 2) for process in self._processes if process.pid)
 
-    def rung(self, work: Work) -> Rung:
-        """`work` as something to be measured in turn with others."""
+    def level(self, work: Work) -> Level:
+        """Return `work` as a level, to be measured in turn with others."""
 
         async def run(times: int) -> int:
             elapsed = self.ask(work, times)
-            assert elapsed is not None, "asked for nothing that it has no way to do"
+            assert elapsed is not None, "a competitor is asked only for work that it has a way to do"
             return elapsed
 
-        return Rung(self.contestant.name, run, share=work.parts if work.kind == "flight" else 1, cpu=self.cpu_ns)
+        return Level(self.competitor.name, run, share=work.parts if work.kind == "flight" else 1, cpu=self.cpu_ns)
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
@@ -105,17 +105,17 @@ class Team:
 
 
 @contextlib.contextmanager
-def open_team(contestant: Contestant, size: int) -> Iterator[Team]:
-    """Starts both processes, with `size` bytes of memory on each side.
+def open_runner(competitor: Competitor, size: int) -> Iterator[Runner]:
+    """Start both processes, with `size` bytes of memory on each side.
 
-    :raises TeamError: if one of them does not get ready.
+    :raises RunnerError: if one of them does not get ready.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     left, right = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
         noise = Path(folder, "noise")
-        common = (contestant.adapter, size, contestant.options, str(noise))
+        common = (competitor.adapter, size, competitor.options, str(noise))
         processes = [
             context.Process(target=_initiate, args=(theirs, left, *common), daemon=True),
             context.Process(target=_receive, args=(right, *common), daemon=True),
@@ -124,13 +124,13 @@ def open_team(contestant: Contestant, size: int) -> Iterator[Team]:
             process.start()
         for end in (theirs, left, right):
             end.close()
-        team = Team(contestant, ours, processes, noise)
+        runner = Runner(competitor, ours, processes, noise)
         try:
-            team.end()  # of getting ready
-            yield team
+            runner.end()  # of the preparation
+            yield runner
         finally:
-            team._signal(signal.SIGCONT)
-            ours.close()  # the initiator's sign to leave, and its end is the target's
+            runner._signal(signal.SIGCONT)
+            ours.close()  # tells the initiator to leave, whose end tells the target
             for process in processes:
                 process.join(3)
                 if process.is_alive():
@@ -163,7 +163,7 @@ def _receive(line: Connection, adapter: str, size: int, options: dict[str, str],
 
 
 def _begin(noise: str) -> None:
-    """What libraries print goes to a file, which is read only if something fails."""
+    """Redirect the output of libraries to a file, which is read only if something fails."""
     sys.stdout.flush()
     file = os.open(noise, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.dup2(file, 1)

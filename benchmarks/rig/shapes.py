@@ -1,4 +1,4 @@
-"""The KV caches of public models, as one rank of several sees them."""
+"""The KV caches of public models, as one of several ranks holds them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["SHAPES", "Shape"]
 
 @dataclass(frozen=True)
 class Shape:
-    """One model's cache, of 2-byte elements, and what a token costs to prefill."""
+    """One model's cache, of 2-byte elements, and the cost of prefilling a token."""
 
     name: str
     layers: int
     kv_heads: int
     head_dim: int
-    #: Parameters that take part in a token, in billions.
+    #: Parameters that are used for a token, in billions.
     active: float
-    #: A latent instead of keys and values: every rank holds all of it.
+    #: True for a latent instead of keys and values; every rank holds all of it.
     latent: bool = False
 
     def layout(self, ranks: int, block_tokens: int) -> Layout:
-        """What one of `ranks` holds.
+        """Return the layout of one of `ranks`.
 
         A latent of 512 + 64 elements counts as two halves of 288: the same bytes, in as many runs.
         """
@@ -32,7 +32,7 @@ class Shape:
         return Layout(self.layers, max(1, self.kv_heads // ranks), self.head_dim, "bfloat16", block_tokens)
 
     def layer_seconds(self, tokens: int, ranks: int, flops: float) -> float:
-        """Time that `ranks` devices of `flops` each take to compute one layer of a prompt: two operations a parameter."""
+        """Return the seconds that `ranks` devices of `flops` each take for a layer of a prompt, two operations a parameter."""
         return 2e9 * self.active * tokens / (ranks * flops) / self.layers
 
 

@@ -1,4 +1,4 @@
-"""What two processes of one contestant are asked to do, and what every adapter in `peers` has in common."""
+"""The work that the two processes of a competitor are asked to do, and the parts that the adapters in `peers` share."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["ASK", "BLOCK_STRIDE", "Initiator", "Kind", "Work", "idle", "new_loop
 
 Kind = Literal["write", "list", "rows", "flight", "notify", "deliver", "idle"]
 
-#: What each kind of work is, in words.
+#: The kinds of work, in words.
 ASK: dict[Kind, str] = {
-    "write": "one range after another, each until its bytes are in the other process's memory, and this one knows it",
+    "write": "one range after another, each until its bytes are in the other process's memory, and this process knows it",
     "list": "blocks that do not touch, in one call that was prepared before",
     "rows": "the same, from an array of offsets, with nothing prepared",
-    "flight": "so many operations in flight; the time of one",
-    "notify": "a write and its notification, one way: half of a round trip of such",
+    "flight": "several operations in flight; the time of one",
+    "notify": "a write and its notification, one way: half of a round trip",
     "deliver": "a write, its notification, and the answer of the other side's program: a round trip",
     "idle": "nothing",
 }
 
-#: Blocks of a list begin so many of their sizes apart, so that no two can be merged.
+#: The distance between blocks of a list, in blocks, so that no two can be merged.
 BLOCK_STRIDE = 2
 
 
@@ -41,11 +41,11 @@ class Work(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Bytes of memory that it goes over."""
+        """The bytes of memory from its first to its last block."""
         return self.size * (1 if self.parts == 1 else self.parts * BLOCK_STRIDE)
 
     def describe(self) -> str:
-        """In words."""
+        """Return it in words."""
         several = {
             "list": f"{self.parts} blocks, prepared",
             "rows": f"{self.parts} blocks, array in",
@@ -59,18 +59,18 @@ class Initiator(Protocol):
     """The side that starts transfers, in a process of its own; made with the line to the target's process."""
 
     def run(self, work: Work, times: int) -> int | None:
-        """Does `work` that many times; nanoseconds, or None if there is no way to do it."""
+        """Do `work` so many times; nanoseconds, or None if there is no way to do it."""
 
 
 async def idle(work: Work) -> int:
-    """Nothing, for as long as the work says; answers the nanoseconds that it was."""
+    """Do nothing for as long as `work` says; the nanoseconds that it took."""
     start = perf_counter_ns()
     await asyncio.sleep(work.parts / 1000)
     return perf_counter_ns() - start
 
 
 def new_loop(kind: str) -> asyncio.AbstractEventLoop:
-    """An event loop of that kind, ``"asyncio"`` or ``"uvloop"``, the current one from now on."""
+    """Return a new event loop, ``"asyncio"`` or ``"uvloop"``, which is the current one from now on."""
     loop: asyncio.AbstractEventLoop
     if kind == "uvloop":
         import uvloop
@@ -83,14 +83,14 @@ def new_loop(kind: str) -> asyncio.AbstractEventLoop:
 
 
 def page_memory(size: int, fill: int) -> memoryview:
-    """Memory of its own pages, every one touched."""
+    """Return memory with pages of its own, all of them touched."""
     memory = memoryview(mmap.mmap(-1, size))
     memory[:] = bytes([fill]) * size
     return memory
 
 
 async def serve_line(line: Connection, handle: Callable[[Any], Awaitable[Any]]) -> None:
-    """Answers what comes over `line` by `handle`, on the running loop, until the other end is closed."""
+    """Answer each message on `line` with what `handle` returns for it, on the running loop, until the other end is closed."""
     ready = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(line.fileno(), ready.set)

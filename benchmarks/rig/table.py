@@ -1,4 +1,4 @@
-"""Figures for people: one aligned table per part, every figure with its ratio to the floor of the same run."""
+"""Figures as text: one aligned table per part, every figure with its ratio to the floor of the same run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rig.figure import Figure
 
 __all__ = ["align", "digits", "nbytes", "render", "seconds"]
 
-#: What the columns and rows are, in words.
+#: The levels of single ranges, in words.
 LEGEND = {
     "copy": "memcpy in C, over the same mapped pages of the peer's segment",
     "driver": "the driver's submit, called in a C loop on the engine's link",
@@ -24,17 +24,17 @@ TITLES = {
     "post": "10,000 blocks of 4 KiB, one call, array in",
     "flight": "64 coroutines, each writes block after block (time per write)",
     "rate": "CPU time of one large write",
-    "streaming": "What is left of the transfer when the computation is over",
+    "streaming": "The transfer that is left when the computation is over",
     "notify": "Write + notify, one way, until the other process's coroutine runs",
     "stall": "The longest gap of a 1 ms ticker on the loop",
-    "touch": "Memory that nobody has touched",
+    "touch": "Untouched memory",
     "idle": "CPU time of an idle engine",
     "device": "A GPU's memory as the local side",
 }
 
 
 def seconds(nanoseconds: float) -> str:
-    """Three digits and a unit."""
+    """Return a time with three digits and a unit."""
     for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         if nanoseconds >= 0.9995 * size:
             return f"{digits(nanoseconds / size)} {unit}"
@@ -42,7 +42,7 @@ def seconds(nanoseconds: float) -> str:
 
 
 def nbytes(count: int) -> str:
-    """A count of bytes in the largest unit that keeps it whole."""
+    """Return a count of bytes in the largest unit that keeps it whole."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size and count % size == 0:
             return f"{count // size} {unit}"
@@ -50,7 +50,7 @@ def nbytes(count: int) -> str:
 
 
 def digits(value: float) -> str:
-    """Three of them."""
+    """Return a number with three digits."""
     if value < 0.1:
         return f"{value:.2g}"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
@@ -65,7 +65,7 @@ def _interval(ratio: Estimate) -> str:
 
 
 def render(figures: Sequence[Figure]) -> Iterator[str]:
-    """The lines of all tables."""
+    """Yield the lines of all tables."""
     for part, title in TITLES.items():
         mine = [figure for figure in figures if figure.part == part]
         for loop in dict.fromkeys(figure.loop for figure in mine):
@@ -76,19 +76,19 @@ def render(figures: Sequence[Figure]) -> Iterator[str]:
 
 
 def legend() -> Iterator[str]:
-    """What the rungs are."""
-    for rung, text in LEGEND.items():
-        yield f"  {rung:7} {text}"
+    """Yield the lines that explain the levels."""
+    for level, text in LEGEND.items():
+        yield f"  {level:7} {text}"
 
 
 def _matrix(figures: Sequence[Figure]) -> Iterator[str]:
-    """A row per size and a column per rung."""
-    rungs = list(dict.fromkeys(figure.rung for figure in figures))
-    cells = {(figure.verb, figure.bytes, figure.rung): figure for figure in figures}
+    """Yield a row per size, with a column per level."""
+    levels = list(dict.fromkeys(figure.level for figure in figures))
+    cells = {(figure.verb, figure.bytes, figure.level): figure for figure in figures}
     for verb in dict.fromkeys(figure.verb for figure in figures):
-        rows = [[verb or "", *rungs, f"{rungs[-1]}, rate"]]
+        rows = [[verb or "", *levels, f"{levels[-1]}, rate"]]
         for size in dict.fromkeys(figure.bytes for figure in figures):
-            line = [cells[verb, size, rung] for rung in rungs]
+            line = [cells[verb, size, level] for level in levels]
             rate = f"{digits(size / line[-1].value.median)} GB/s"
             rows.append([nbytes(size), *(_cell(figure) for figure in line), rate])
         yield from align(rows)
@@ -100,8 +100,8 @@ def _cell(figure: Figure) -> str:
 
 
 def _rows(figures: Sequence[Figure]) -> Iterator[str]:
-    """A row per figure."""
-    rows = [["", "rung", "median", "95 %", "ratio", "95 %", "to", "CPU"]]
+    """Yield a row per figure."""
+    rows = [["", "level", "median", "95 %", "ratio", "95 %", "to", "CPU"]]
     for figure in figures:
         value, ratio = figure.value, figure.ratio
         extra = ", ".join(f"{name.replace('_', ' ')} {_number(number)}" for name, number in figure.extra.items())
@@ -109,7 +109,7 @@ def _rows(figures: Sequence[Figure]) -> Iterator[str]:
         rows.append(
             [
                 " ".join(filter(None, (figure.verb, figure.case, nbytes(figure.bytes) if figure.bytes else ""))),
-                figure.rung,
+                figure.level,
                 seconds(value.median),
                 f"{seconds(value.low)} .. {seconds(value.high)}" if several else "",
                 _times(ratio) if ratio else "",
@@ -127,13 +127,13 @@ def _number(value: float) -> str:
 
 
 def align(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Rows of cells as lines of columns."""
+    """Yield rows of cells as lines with aligned columns."""
     table = list(rows)
     width = max(len(row) for row in table)
     padded = [[*row, *[""] * (width - len(row))] for row in table]
     widths = [max(len(row[column]) for row in padded) for column in range(width)]
     for row in padded:
-        # Words to the left, numbers to the right; a row's first cell is always a word.
+        # Words are aligned to the left, numbers to the right; a row's first cell is always a word.
         cells = [
             cell.ljust(size) if column == 0 or cell[:1].isalpha() else cell.rjust(size)
             for column, (cell, size) in enumerate(zip(row, widths, strict=True))

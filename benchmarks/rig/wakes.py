@@ -1,4 +1,4 @@
-"""From a write here to a coroutine that runs there."""
+"""The time from a write in this process until a coroutine runs in the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from time import perf_counter_ns
 
-from rig.blocks import Rung, interleave
+from rig.blocks import Level, interleave
 from rig.figure import Figure, compare
 from rig.pair import PING, PONG, Pair
 from rig.plan import Plan
@@ -17,7 +17,7 @@ WORD = 8
 
 
 async def measure_notify(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Figure]:
-    """Write + notify, one way, until the other process's coroutine runs; half of a round trip, nothing spins.
+    """Measure write + notify, one way, until the other process's coroutine runs: half of a round trip, without spinning.
 
     The floor: the same round trip by two bare eventfds, each resuming a coroutine by add_reader on the same loops.
     """
@@ -46,7 +46,9 @@ async def measure_notify(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Fig
 
     answers = engine.notifications(PONG)
     await pair.ask("echo")
-    series = await interleave([Rung("eventfd", rings, share=2), Rung("write + notify", notes, share=2)], plan.wake_pace)
+    series = await interleave(
+        [Level("eventfd", rings, share=2), Level("write + notify", notes, share=2)], plan.wake_pace
+    )
     answers.close()
     for figure in compare(series, part="notify", loop=loop, case="one way", verb="write", nbytes=WORD):
         yield figure

@@ -22,6 +22,9 @@ _EMBEDDED = re.compile(r"\A[\w.]+\([^\n]*(?:\n\n|\Z)")
 _LITERAL = re.compile(r"^(?P<text>[^\n]*)::\n\n(?P<code>(?:[ ]{4}[^\n]*\n?|\n)+)", re.MULTILINE)
 _NAME = re.compile(r"(?<![`\w])`([A-Za-z_][\w.]*)`(?!`)")
 
+#: Labels that say how something is written, and not how it is used.
+NOISE = {"class-attribute", "instance-attribute", "module-attribute", "writable"}
+
 #: Where public names are, in the order in which a bare name is looked for.
 PUBLIC = ("hixl_async", "hixl_async.kv", "hixl_async.testing")
 
@@ -32,6 +35,7 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         public = dict(_public_names())
         for obj in list(_walk(pkg)):
+            obj.labels -= NOISE
             if isinstance(obj, griffe.Class):
                 _show_constructor(obj)
             if isinstance(obj, griffe.Function):
@@ -55,9 +59,12 @@ def markdown(text: str, obj: griffe.Object, public: dict[str, str]) -> str:
     """
     text = _LITERAL.sub(_fence, text)
     owner = obj if isinstance(obj, griffe.Class) else obj.parent
+    parameters = {parameter.name for parameter in obj.parameters} if isinstance(obj, griffe.Function | griffe.Class) else ()
 
     def link(match: re.Match[str]) -> str:
         name = match[1]
+        if name in parameters:
+            return match[0]
         if name in public:
             return f"[`{name}`][{public[name]}]"
         if isinstance(owner, griffe.Class) and owner.name in public and name in owner.members and name[0] != "_":

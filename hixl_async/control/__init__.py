@@ -22,15 +22,19 @@ from .connection import Connection
 from .dialler import dial
 from .handshake import PROTOCOL_VERSION
 from .identity import Identity
+from .limits import ConnectionLimits
 from .listener import Listener
 from .process import Credentials
+from .scheduler import FairScheduler
 
 __all__ = [
     "ESTABLISHED_LIMIT",
     "MAX_DESCRIPTORS",
     "PROTOCOL_VERSION",
     "Connection",
+    "ConnectionLimits",
     "Credentials",
+    "FairScheduler",
     "Identity",
     "Listener",
     "dial",

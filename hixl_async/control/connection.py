@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import ClosedError, HixlError, PeerDownError, ProtocolError
 from . import codec
-from .channel import MAX_DESCRIPTORS, Channel, TcpChannel, UnixChannel, close_descriptors
+from .channel import MAX_DESCRIPTORS, Channel, Packet, TcpChannel, UnixChannel, close_descriptors
 from .codec import Seal
 from .handshake import Established
 from .identity import Identity
 from .process import Credentials, open_pidfd, peer_credentials
+from .scheduler import FairScheduler, Progress
 
 __all__ = ["Connection", "LostCallback", "MessageCallback"]
 
@@ -32,9 +33,8 @@ _MAX_QUEUED_DESCRIPTORS = 64
 # How much waits before whoever can wait should.
 _CROWDED_MESSAGES = 512
 _CROWDED_BYTES = 1 << 20
-# How much of one connection is handled before the loop serves others.
-_MESSAGES_PER_PASS = 64
-_SECONDS_PER_PASS = 0.001
+# Messages that are longer, in bytes, may take more than a pass's budget to read, and are only read at its beginning.
+_LARGE = 8 << 10
 # How long aclose() waits for a peer that does not read.
 _FLUSH_TIMEOUT = 1.0
 
@@ -67,19 +67,21 @@ class Connection:
         version: int,
         credentials: Credentials | None,
         pidfd: int | None,
-        detour: str,
+        fallback: str,
+        scheduler: FairScheduler,
+        on_closed: Callable[[], None] | None = None,
     ) -> None:
         #: Who is at the other end, in its own words.
         self.identity = identity
         #: The protocol version that both sides speak.
         self.version = version
-        #: The process at the other end, in the kernel's words; None without a Unix leg.
+        #: The process at the other end, in the kernel's words; None without a Unix transport.
         self.credentials = credentials
         #: Becomes readable when that process has died; None if that cannot be had. Open until `aclose` or `abandon`,
         #: also after the connection was lost.
         self.pidfd = pidfd
-        #: Why there is no Unix leg; "" if there is one.
-        self.detour = detour
+        #: Why there is no Unix transport; "" if there is one.
+        self.fallback = fallback
         self._loop = asyncio.get_running_loop()
         self._channel = channel
         self._state = _State.OPEN
@@ -90,14 +92,27 @@ class Connection:
         self._waiting: list[asyncio.Future[None]] = []  # for room in it
         self._queued_bytes = 0
         self._queued_descriptors = 0
-        self._again: asyncio.Handle | None = None  # more may be there than one pass handles
+        self._scheduler = scheduler
+        self._on_closed = on_closed
+        self._held: Packet | None = None  # a large message that waits for a pass of its own
+        self._first: asyncio.Handle | None = None  # the first look at what came before `start`
         self._flushed: asyncio.Future[None] | None = None
 
     @classmethod
-    def over(cls, channel: TcpChannel | UnixChannel, established: Established, *, dialled: bool) -> Connection:
-        """What a handshake has established over `channel`, which belongs to the connection from now on.
+    def over(
+        cls,
+        channel: TcpChannel | UnixChannel,
+        established: Established,
+        scheduler: FairScheduler,
+        *,
+        dialled: bool,
+        on_closed: Callable[[], None] | None = None,
+    ) -> Connection:
+        """Make a connection of what a handshake has established over `channel`, which belongs to it from now on.
 
+        :param scheduler: shares the time of the loop between this connection and others.
         :param dialled: True on the side that dialled.
+        :param on_closed: called once everything is closed.
         """
         to_listener, to_dialler = (Seal(key) for key in established.keys)
         channel.establish(*((to_dialler, to_listener) if dialled else (to_listener, to_dialler)))
@@ -111,12 +126,14 @@ class Connection:
             version=established.version,
             credentials=credentials,
             pidfd=pidfd,
-            detour=established.detour,
+            fallback=established.fallback,
+            scheduler=scheduler,
+            on_closed=on_closed,
         )
 
     def __repr__(self) -> str:
-        leg = "unix" if self.same_host else "tcp"
-        return f"<Connection to {self.identity.name!r} over {leg}, {self._state.value}>"
+        transport = "unix" if self.same_host else "tcp"
+        return f"<Connection to {self.identity.name!r} over {transport}, {self._state.value}>"
 
     def __del__(self) -> None:
         if self._state is not _State.CLOSED:
@@ -126,7 +143,7 @@ class Connection:
     @property
     def same_host(self) -> bool:
         """True if the two processes met on a Unix socket: they share a machine, and descriptors can be sent."""
-        return not self.detour
+        return not self.fallback
 
     def start(self, on_message: MessageCallback, on_lost: LostCallback) -> None:
         """Delivers messages from now on, the earlier ones first; never from inside this call.
@@ -146,7 +163,7 @@ class Connection:
             return
         self._loop.add_reader(self._channel.fileno(), self._pump)
         # Some may have come with the end of the handshake, and wait here, not in the kernel.
-        self._again = self._loop.call_soon(self._pump_again)
+        self._first = self._loop.call_soon(self._pump_first)
 
     def send(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Sends a message, or queues it; never blocks.
@@ -163,7 +180,7 @@ class Connection:
         data = codec.encode(kind, body)
         if fds:
             if not self.same_host:
-                raise ProtocolError(f"descriptors cannot be sent to {self.identity.name!r}: {self.detour}")
+                raise ProtocolError(f"descriptors cannot be sent to {self.identity.name!r}: {self.fallback}")
             if len(fds) > MAX_DESCRIPTORS:
                 raise ProtocolError(f"a message carries at most {MAX_DESCRIPTORS} descriptors, not {len(fds)}")
         try:
@@ -215,9 +232,7 @@ class Connection:
         """Sends what is queued, waiting for a slow peer a second at most, and closes everything; idempotent."""
         if self._state is _State.OPEN:
             self._state = _State.CLOSING
-            self._loop.remove_reader(self._channel.fileno())
-            if self._again is not None:
-                self._again.cancel()
+            self._stop_reading()
             self._flushed = self._loop.create_future()
             self._flush()
         try:
@@ -230,42 +245,41 @@ class Connection:
         """Closes our descriptors and nothing else, for the child of a fork: the parent's connection lives on."""
         self._state = _State.CLOSED
         self._channel.close()
-        for queued in self._queue:
-            close_descriptors(queued.descriptors)
-        self._queue.clear()
+        self._drop_messages()
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+        if self._on_closed is not None:
+            self._on_closed()
+            self._on_closed = None
 
     def _pump(self) -> None:
-        if self._again is None:
-            self._deliver()
+        """Deliver what has arrived, in the connection's turn."""
+        self._scheduler.submit(self._read_next)
 
-    def _pump_again(self) -> None:
-        self._again = None
-        self._deliver()
+    def _pump_first(self) -> None:
+        self._first = None
+        self._pump()
 
-    def _deliver(self) -> None:
-        """Delivers what has arrived; a flood is cut, and its rest delivered in the next pass of the loop.
+    def _read_next(self) -> Progress:
+        """Deliver one message; the step that the scheduler runs.
 
-        That is scheduled here, for uvloop tells of the end of a broken connection once, and not again.
+        It runs until nothing is left, because uvloop tells of the end of a broken connection once, and not again.
         """
-        end = self._loop.time() + _SECONDS_PER_PASS
-        for _ in range(_MESSAGES_PER_PASS):
-            if self._state is not _State.OPEN:
-                return
-            try:
-                packet = self._channel.receive()
-                if packet is None:
-                    return
-                self._dispatch(packet.data, packet.descriptors)
-            except HixlError as error:
-                self._lose(error)
-                return
-            if self._loop.time() >= end:
-                break
-        if self._state is _State.OPEN:
-            self._again = self._loop.call_soon(self._pump_again)
+        if self._state is not _State.OPEN:
+            return Progress.IDLE
+        try:
+            packet, self._held = self._held or self._channel.receive(), None
+            if packet is None:
+                return Progress.IDLE
+            if len(packet.data) > _LARGE and not self._scheduler.fresh:
+                self._held = packet
+                return Progress.POSTPONED
+            self._dispatch(packet.data, packet.descriptors)
+        except HixlError as error:
+            self._lose(error)
+            return Progress.IDLE
+        return Progress.MORE
 
     def _dispatch(self, data: bytes, descriptors: list[int]) -> None:
         assert self._on_message is not None
@@ -329,19 +343,30 @@ class Connection:
         self._disconnect()
         self.abandon()
 
-    def _disconnect(self) -> None:
-        """Leaves the loop and closes the socket."""
-        descriptor = self._channel.fileno()
-        if descriptor >= 0:
-            self._loop.remove_reader(descriptor)
-            self._loop.remove_writer(descriptor)
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
-        self._channel.close()
+    def _stop_reading(self) -> None:
+        if self._channel.fileno() >= 0:
+            self._loop.remove_reader(self._channel.fileno())
+        if self._first is not None:
+            self._first.cancel()
+            self._first = None
+        self._scheduler.withdraw(self._read_next)
+
+    def _drop_messages(self) -> None:
+        """Forget what waits to be sent or delivered."""
         for queued in self._queue:
             close_descriptors(queued.descriptors)
         self._queue.clear()
+        if self._held is not None:
+            close_descriptors(self._held.descriptors)
+            self._held = None
+
+    def _disconnect(self) -> None:
+        """Leaves the loop and closes the socket."""
+        self._stop_reading()
+        if self._channel.fileno() >= 0:
+            self._loop.remove_writer(self._channel.fileno())
+        self._channel.close()
+        self._drop_messages()
         self._queued_bytes = self._queued_descriptors = 0
         self._make_room()
 

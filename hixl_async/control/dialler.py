@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 
 from ..errors import BusyError, ConnectError, HixlError, InvalidArgumentError, PeerDownError
 from ..types import Address
-from . import waiting
+from . import socket_io
 from .channel import TcpChannel, UnixChannel
 from .connection import Connection
-from .dialler_handshake import DiallerHandshake
-from .handshake import Action, Established, Leg, OpenUnix, Sight
-from .identity import Identity
+from .handshake import Action, DiallerHandshake, Established, LocalView, OpenUnix, Transport
+from .identity import Identity, Secret
 from .process import LocalUser, peer_credentials, start_time
 from .rendezvous import Scope
-from .secret import Secret
+from .scheduler import FairScheduler
 
 __all__ = ["dial"]
 
@@ -31,7 +29,7 @@ async def dial(
     secret: bytes | None = None,
     unix_dir: str | None = None,
     timeout: float = 5.0,
-    expect: Callable[[Identity], None] | None = None,
+    scheduler: FairScheduler | None = None,
 ) -> Connection:
     """Connects to the engine that listens on `address`, and authenticates both sides.
 
@@ -39,7 +37,7 @@ async def dial(
     :param secret: the shared secret; None connects processes of one user on one host only.
     :param unix_dir: the directory shared with containers in which to look for the other side's Unix socket.
     :param timeout: seconds for everything together.
-    :param expect: looks at the other side's identity; what it raises is raised here, and the connection dropped.
+    :param scheduler: shares the time of the loop between the connections of an engine; None: with no others.
     :raises AuthenticationError: if one side does not, or cannot, trust the other, or their domains differ.
     :raises ProtocolError: if the other side is no engine, or speaks no protocol version that we do.
     :raises ConnectError: if nobody listens there, or it took too long.
@@ -58,9 +56,7 @@ async def dial(
                     call.close()
                     call.step = "it is busy"
                     await asyncio.sleep(random.uniform(*_BUSY_RETRY))
-        if expect is not None:
-            expect(established.identity)
-        return call.connection(established)
+        return call.connection(established, scheduler or FairScheduler())
     except TimeoutError:
         raise ConnectError(f"{address} did not answer within {timeout:g} s ({call.step})") from None
     except PeerDownError as error:
@@ -84,25 +80,25 @@ class _Call:
         self._secret = secret
         self._unix_dir = unix_dir
         self._scope = Scope.current(unix_dir)
-        self._owned: dict[Leg, TcpChannel | UnixChannel] = {}
+        self._owned: dict[Transport, TcpChannel | UnixChannel] = {}
         #: What is being done, for messages.
         self.step = "connecting"
 
     async def run(self) -> Established:
-        sock = await waiting.connect_tcp(self._address)
-        self._owned[Leg.TCP] = TcpChannel(sock)
+        sock = await socket_io.connect_tcp(self._address)
+        self._owned[Transport.TCP] = TcpChannel(sock)
         handshake = DiallerHandshake(
             self._identity,
             self._secret,
-            Sight(
+            LocalView(
                 self._scope,
                 LocalUser.current(),
                 start_time(),
-                waiting.tcp_path(sock.getsockname(), sock.getpeername()),
+                socket_io.tcp_path(sock.getsockname(), sock.getpeername()),
             ),
         )
         actions = handshake.start()
-        leg = Leg.TCP
+        transport = Transport.TCP
         while True:
             for action in actions:
                 if isinstance(action, Established):
@@ -110,25 +106,25 @@ class _Call:
                 if isinstance(action, OpenUnix):
                     actions = await self._open_unix(handshake, action)
                     break
-                leg = action.leg
-                self.step = f"saying hello over {leg.value}"
-                await waiting.send(self._owned[leg], action.message)
+                transport = action.transport
+                self.step = f"saying hello over {transport.value}"
+                await socket_io.send(self._owned[transport], action.message)
             else:
-                self.step = f"waiting for an answer over {leg.value}"
-                actions = handshake.received(leg, await waiting.receive(self._owned[leg]))
+                self.step = f"waiting for an answer over {transport.value}"
+                actions = handshake.received(transport, await socket_io.receive(self._owned[transport]))
 
     async def _open_unix(self, handshake: DiallerHandshake, action: OpenUnix) -> list[Action]:
         self.step = "connecting the Unix socket"
         try:
-            sock = await waiting.connect_unix(action.name, self._unix_dir)
+            sock = await socket_io.connect_unix(action.name, self._unix_dir)
         except OSError as error:
             return handshake.unix_failed(error.strerror or str(error))
-        self._owned[Leg.UNIX] = UnixChannel(sock)
+        self._owned[Transport.UNIX] = UnixChannel(sock)
         return handshake.unix_opened(peer_credentials(sock))
 
-    def connection(self, established: Established) -> Connection:
-        """Hands over the socket of the leg that was chosen."""
-        return Connection.over(self._owned.pop(established.leg), established, dialled=True)
+    def connection(self, established: Established, scheduler: FairScheduler) -> Connection:
+        """Hand over the socket of the transport that was chosen."""
+        return Connection.over(self._owned.pop(established.transport), established, scheduler, dialled=True)
 
     def close(self) -> None:
         """Closes what was not handed over."""

@@ -17,7 +17,6 @@ __all__ = [
     "HEX64",
     "TICKS",
     "body_of",
-    "connection_of",
     "identity",
     "printable",
     "socket",
@@ -76,14 +75,6 @@ def identity(body: Mapping[str, Any]) -> Identity:
     if problem := claimed.problem():
         raise ProtocolError(f"the identity of the other side is not valid: {problem}")
     return claimed
-
-
-def connection_of(raw: bytes) -> str:
-    """Which handshake a message on the Unix leg belongs to.
-
-    :raises ProtocolError: if it is no such message.
-    """
-    return text(body_of(raw, "prove"), "connection", HEX32)
 
 
 def printable(text: str) -> str:

@@ -12,16 +12,17 @@
        ├──────────────────────────────────────────────────▶│
        │        welcome identity, proof                    │
        │◀──────────────────────────────────────────────────┤
-       ▼  the leg of the last two messages carries all that follows; the other is closed
+       ▼  the transport of the last two messages carries all that follows; the other is closed
        (at any point instead of an answer: refuse  code, text)
 
-H1  A proof is an HMAC-SHA256, keyed with the secret, over everything said before on either leg, the identity beside it,
-    the leg and the role.  Whatever is changed, left out, repeated, reordered or reflected, the proof does not fit.
+H1  A proof is an HMAC-SHA256, keyed with the secret, over everything said before on either transport, the identity
+    beside it, the transport and the role.  Whatever is changed, left out, repeated, reordered or reflected, the proof does
+    not fit.
 H2  Nothing but versions, random numbers and fingerprints is said before the other side has proved itself; the dialler's
-    identity is the exception, since somebody has to begin.
-H3  Without a secret the proofs only tie the two legs together; then only the Unix leg is served, the kernel must say on
-    both sides that the other process belongs to the same user, and, where no address translation can lie between, both
-    must see the same TCP connection, so that no other user relays it to an engine that was not dialled.
+    identity is the exception, since one side has to begin.
+H3  Without a secret the proofs only tie the two transports together; then only the Unix transport is served, the kernel
+    must say on both sides that the other process belongs to the same user, and, where no address translation can lie
+    between, both must see the same TCP connection, so that no other user relays it to an engine that was not dialled.
 H4  A machine that has failed stays failed, and raises the same error again.
 H5  Messages are taken in their one canonical spelling only.
 """
@@ -34,25 +35,33 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from ..errors import AuthenticationError, HixlError, InvalidArgumentError, ProtocolError
+from ..errors import (
+    AuthenticationError,
+    BusyError,
+    ConnectError,
+    HixlError,
+    InvalidArgumentError,
+    ProtocolError,
+)
 from . import codec, fields
-from .identity import Identity
-from .process import LocalUser
+from .identity import Identity, Secret
+from .process import Credentials, LocalUser
 from .rendezvous import RendezvousName, Scope
-from .secret import Secret
 
 __all__ = [
     "HOW_TO_SHARE_A_SECRET",
     "PROTOCOL_VERSION",
     "Action",
+    "DiallerHandshake",
     "Established",
-    "Handshake",
-    "Leg",
+    "ListenerHandshake",
+    "LocalView",
     "OpenUnix",
     "Send",
-    "Sight",
-    "State",
-    "same",
+    "Transport",
+    "connection_of",
+    "raise_if_refusal",
+    "refusal",
 ]
 
 #: The newest version of the protocol that is spoken here; every hello names the range.
@@ -65,14 +74,14 @@ HOW_TO_SHARE_A_SECRET = (
 )
 
 
-class Leg(Enum):
+class Transport(Enum):
     """Which of the two sockets."""
 
     TCP = "tcp"
     UNIX = "unix"
 
 
-class Sight(NamedTuple):
+class LocalView(NamedTuple):
     """What a side sees of itself and of the TCP connection."""
 
     scope: Scope
@@ -84,9 +93,9 @@ class Sight(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Action: send this on that leg."""
+    """Action: send this on that transport."""
 
-    leg: Leg
+    transport: Transport
     message: bytes
 
 
@@ -97,18 +106,18 @@ class OpenUnix(NamedTuple):
 
 
 class Established(NamedTuple):
-    """Action, always the last: use this leg from now on, close the other."""
+    """Action, always the last: use this transport from now on, close the other."""
 
-    leg: Leg
+    transport: Transport
     #: The version of the protocol that both sides speak.
     version: int
     #: Who is at the other end.
     identity: Identity
     #: When that process started, as it says itself.
     started: str
-    #: Why there is no Unix leg; "" if there is.
-    detour: str
-    #: Keys of the seals of the TCP leg: from dialler to listener, and back.
+    #: Why there is no Unix transport; "" if there is.
+    fallback: str
+    #: Keys of the seals of the TCP transport: from dialler to listener, and back.
     keys: tuple[bytes, bytes]
 
 
@@ -118,7 +127,7 @@ Action: TypeAlias = Send | OpenUnix | Established
 class State(Enum):
     NEW = "new"
     HELLO = "hello"  # our hello is out
-    OPENING = "opening"  # dialler only: the Unix leg is being opened
+    OPENING = "opening"  # dialler only: the Unix transport is being opened
     PROVED = "proved"  # dialler only: our proof is out
     ESTABLISHED = "established"
 
@@ -129,15 +138,15 @@ class Handshake:
     _role: ClassVar[str]
     _other: ClassVar[str]
 
-    def __init__(self, identity: Identity, secret: Secret, sight: Sight) -> None:
+    def __init__(self, identity: Identity, secret: Secret, view: LocalView) -> None:
         self._identity = identity
         self._secret = secret
-        self._sight = sight
+        self._view = view
         self._state = State.NEW
         self._error: HixlError | None = None  # why it failed
         self._transcript: list[bytes] = []
         self._version = 0
-        self._detour = ""
+        self._fallback = ""
 
     def _fail(self, error: HixlError) -> HixlError:
         self._error = error
@@ -150,7 +159,7 @@ class Handshake:
             raise self._fail(ProtocolError("a message came out of turn"))
 
     def _own_hello(self, **more: str) -> bytes:
-        scope = self._sight.scope
+        scope = self._view.scope
         body: dict[str, Any] = {
             "magic": _MAGIC,
             "versions": [_OLDEST_VERSION, PROTOCOL_VERSION],
@@ -194,19 +203,19 @@ class Handshake:
             )
         return body
 
-    def _prove(self, kind: str, leg: Leg, body: dict[str, Any]) -> bytes:
+    def _prove(self, kind: str, transport: Transport, body: dict[str, Any]) -> bytes:
         body["identity"] = self._identity._asdict()
-        body["started"] = self._sight.started
-        body["proof"] = self._proof(self._role, leg, body)
+        body["started"] = self._view.started
+        body["proof"] = self._proof(self._role, transport, body)
         raw = codec.encode(kind, body, codec.HANDSHAKE_LIMIT)
         self._transcript.append(raw)
         return raw
 
-    def _take_proof(self, leg: Leg, raw: bytes, body: dict[str, Any]) -> Identity:
+    def _take_proof(self, transport: Transport, raw: bytes, body: dict[str, Any]) -> Identity:
         proof = fields.text(body, "proof", fields.HEX64)
         fields.text(body, "started", fields.TICKS)
         identity = fields.identity(body)
-        if not hmac.compare_digest(proof, self._proof(self._other, leg, body)):
+        if not hmac.compare_digest(proof, self._proof(self._other, transport, body)):
             raise AuthenticationError(
                 f"the {self._other} does not know the secret of the {self._role}: {HOW_TO_SHARE_A_SECRET}"
                 if self._secret
@@ -222,25 +231,217 @@ class Handshake:
         self._transcript.append(raw)
         return identity
 
-    def _proof(self, role: str, leg: Leg, body: Mapping[str, Any]) -> str:
+    def _proof(self, role: str, transport: Transport, body: Mapping[str, Any]) -> str:
         claims = {key: value for key, value in body.items() if key != "proof"}
         return self._secret.tag(
-            f"{role} {leg.value}", *self._transcript, codec.encode("claims", claims, codec.HANDSHAKE_LIMIT)
+            f"{role} {transport.value}", *self._transcript, codec.encode("claims", claims, codec.HANDSHAKE_LIMIT)
         ).hex()
 
     def _tcp_error(self) -> AuthenticationError:
         return AuthenticationError(
-            f"without a secret only processes of one user on one host are connected, but {self._detour}; "
+            f"without a secret only processes of one user on one host are connected, but {self._fallback}; "
             f"{HOW_TO_SHARE_A_SECRET}"
         )
 
-    def _established(self, leg: Leg, identity: Identity, body: Mapping[str, Any]) -> Established:
+    def _established(self, transport: Transport, identity: Identity, body: Mapping[str, Any]) -> Established:
         self._state = State.ESTABLISHED
         keys = (
             self._secret.tag("seal to listener", *self._transcript),
             self._secret.tag("seal to dialler", *self._transcript),
         )
-        return Established(leg, self._version, identity, body["started"], self._detour, keys)
+        return Established(transport, self._version, identity, body["started"], self._fallback, keys)
+
+
+class DiallerHandshake(Handshake):
+    """The dialling side."""
+
+    _role = "dialler"
+    _other = "listener"
+
+    def __init__(self, identity: Identity, secret: Secret, view: LocalView) -> None:
+        super().__init__(identity, secret, view)
+        self._transport: Transport | None = None  # the transport on which we proved ourselves
+        self._connection_id = ""
+
+    def start(self) -> list[Action]:
+        """The first message."""
+        self._expect(State.NEW)
+        self._state = State.HELLO
+        hello = self._own_hello()
+        self._transcript.append(hello)
+        return [Send(Transport.TCP, hello)]
+
+    def received(self, transport: Transport, raw: bytes) -> list[Action]:
+        """Takes one message.
+
+        :raises AuthenticationError: if one side does not, or cannot, trust the other.
+        :raises ProtocolError: if `raw` is no valid message, comes out of turn, or there is no common version.
+        :raises InvalidArgumentError: if the other side is ourselves.
+        :raises ConnectError: if the other side refuses for another reason.
+        """
+        self._expect(State.HELLO, State.PROVED)
+        try:
+            raise_if_refusal(raw)
+            if self._state is State.HELLO and transport is Transport.TCP:
+                return self._received_hello(raw)
+            if self._state is State.PROVED and transport is self._transport:
+                body = fields.body_of(raw, "welcome")
+                identity = self._take_proof(transport, raw, body)
+                return [self._established(transport, identity, body)]
+            raise ProtocolError("a message came on the wrong transport")
+        except HixlError as error:
+            raise self._fail(error) from None
+
+    def unix_opened(self, credentials: Credentials) -> list[Action]:
+        """The Unix transport is connected to a socket on which the process of `credentials` listens.
+
+        :raises AuthenticationError: if there is no secret, and that process is not known to be our own user's.
+        """
+        self._expect(State.OPENING)
+        if not self._secret and (objection := self._view.user.objection(credentials)):
+            raise self._fail(
+                AuthenticationError(f"the listener is not the same user: {objection}; {HOW_TO_SHARE_A_SECRET}")
+            )
+        return self._send_proof(Transport.UNIX)
+
+    def unix_failed(self, reason: str) -> list[Action]:
+        """The Unix transport could not be connected.
+
+        :raises AuthenticationError: if there is no secret, so that nothing else is left.
+        """
+        self._expect(State.OPENING)
+        return self._without_unix(f"its Unix socket could not be reached: {reason}")
+
+    def _received_hello(self, raw: bytes) -> list[Action]:
+        body = self._take_hello(raw)
+        self._connection_id = fields.text(body, "connection", fields.HEX32)
+        name = fields.socket(body)
+        self._transcript.append(raw)
+        scope = self._view.scope
+        if name.kind == "abstract" and not same(scope.network, body["network"]):
+            return self._without_unix("the two sides are on different hosts, or in different network namespaces")
+        if name.kind == "directory" and not same(scope.directory, body["directory"]):
+            return self._without_unix("the two sides do not share one unix_dir=")
+        self._state = State.OPENING
+        return [OpenUnix(name)]
+
+    def _without_unix(self, reason: str) -> list[Action]:
+        self._fallback = reason
+        if not self._secret:
+            raise self._fail(self._tcp_error())
+        return self._send_proof(Transport.TCP)
+
+    def _send_proof(self, transport: Transport) -> list[Action]:
+        self._state = State.PROVED
+        self._transport = transport
+        body = {"connection": self._connection_id, "tcp_path": self._view.tcp_path}
+        return [Send(transport, self._prove("prove", transport, body))]
+
+
+class ListenerHandshake(Handshake):
+    """The listening side."""
+
+    _role = "listener"
+    _other = "dialler"
+
+    def __init__(self, identity: Identity, secret: Secret, view: LocalView, name: RendezvousName) -> None:
+        super().__init__(identity, secret, view)
+        self._name = name
+        self._same_network = False
+        self._unix_possible = False
+        #: Finds this handshake again when the dialler connects the Unix transport.
+        self.connection_id = secrets.token_hex(16)
+
+    def received(self, transport: Transport, raw: bytes, credentials: Credentials | None = None) -> list[Action]:
+        """Takes one message.
+
+        :param credentials: of the process that connected the Unix transport; None on the TCP transport.
+        :raises AuthenticationError: if one side does not, or cannot, trust the other.
+        :raises ProtocolError: if `raw` is no valid message, comes out of turn, or there is no common version.
+        :raises InvalidArgumentError: if the other side is ourselves.
+        """
+        self._expect(State.NEW, State.HELLO)
+        try:
+            if self._state is State.NEW and transport is Transport.TCP:
+                return self._received_hello(raw)
+            if self._state is State.HELLO:
+                return self._received_proof(transport, raw, credentials)
+            raise ProtocolError("a message came on the wrong transport")
+        except HixlError as error:
+            raise self._fail(error) from None
+
+    def _received_hello(self, raw: bytes) -> list[Action]:
+        body = self._take_hello(raw)
+        self._same_network = same(self._view.scope.network, body["network"])
+        if self._name.kind == "abstract" and not self._same_network:
+            self._fallback = "the two sides are on different hosts, or in different network namespaces"
+        elif self._name.kind == "directory" and not same(self._view.scope.directory, body["directory"]):
+            self._fallback = "the two sides do not share one unix_dir="
+        else:
+            self._fallback = "the dialler did not use it"
+            self._unix_possible = True
+        if not self._secret and not self._unix_possible:
+            raise self._tcp_error()
+        hello = self._own_hello(connection=self.connection_id, socket=f"{self._name.kind}:{self._name.token}")
+        self._transcript += (raw, hello)
+        self._state = State.HELLO
+        return [Send(Transport.TCP, hello)]
+
+    def _received_proof(self, transport: Transport, raw: bytes, credentials: Credentials | None) -> list[Action]:
+        body = fields.body_of(raw, "prove")
+        if fields.text(body, "connection", fields.HEX32) != self.connection_id:
+            raise ProtocolError("the proof is for another connection")
+        if not isinstance(body.get("tcp_path"), str):
+            raise ProtocolError("the proof does not name the TCP connection")
+        if not self._secret:
+            self._check_same_user(transport, credentials)
+        identity = self._take_proof(transport, raw, body)
+        if not self._secret and self._same_network and body["tcp_path"] != self._view.tcp_path:
+            raise AuthenticationError(
+                f"something relays the TCP connection: the dialler sees {fields.printable(body['tcp_path'])}, "
+                f"the listener {self._view.tcp_path}; {HOW_TO_SHARE_A_SECRET}"
+            )
+        if transport is Transport.UNIX:
+            self._fallback = ""
+        welcome = self._prove("welcome", transport, {})
+        return [Send(transport, welcome), self._established(transport, identity, body)]
+
+    def _check_same_user(self, transport: Transport, credentials: Credentials | None) -> None:
+        if transport is Transport.TCP or credentials is None:
+            raise self._tcp_error()
+        if objection := self._view.user.objection(credentials):
+            raise AuthenticationError(f"the dialler is not the same user: {objection}; {HOW_TO_SHARE_A_SECRET}")
+
+
+_KINDS: dict[str, type[HixlError]] = {
+    kind.code: kind for kind in (AuthenticationError, BusyError, ConnectError, InvalidArgumentError, ProtocolError)
+}
+
+
+def refusal(error: HixlError) -> bytes:
+    """The message that tells the dialler why it was refused."""
+    code = error.code if error.code in _KINDS else ConnectError.code
+    return codec.encode("refuse", {"code": code, "text": fields.printable(str(error))}, codec.HANDSHAKE_LIMIT)
+
+
+def raise_if_refusal(raw: bytes) -> None:
+    """Raises, at the dialler, the error that the listener refused it with, if `raw` says so.
+
+    :raises ProtocolError: also if `raw` is no message at all.
+    """
+    message = codec.decode(raw, codec.HANDSHAKE_LIMIT)
+    if message.kind == "refuse":
+        text = message.body.get("text")
+        kind = _KINDS.get(str(message.body.get("code")), ConnectError)
+        raise kind(f"refused: {fields.printable(text) if isinstance(text, str) else 'no reason given'}")
+
+
+def connection_of(raw: bytes) -> str:
+    """Return which handshake a message on the Unix socket belongs to.
+
+    :raises ProtocolError: if it is no such message.
+    """
+    return fields.text(fields.body_of(raw, "prove"), "connection", fields.HEX32)
 
 
 def same(ours: str, theirs: str) -> bool:

@@ -174,6 +174,7 @@ class Engine(Core):
                 unix_dir=self.config.unix_dir,
                 handshake_timeout=self.config.connect_timeout,
                 on_connection=self._peers.accept,
+                scheduler=self._peers.scheduler,
             )
         except BaseException as error:
             # The original error is the one to show.

@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Iterator
 
-from ..control import Connection, dial
+from ..control import Connection, FairScheduler, dial
 from ..errors import ClosedError, ConnectError, HandshakeError, HixlError, PeerDownError, ProtocolError
 from ..types import Address, PeerState
 from .host import Host
@@ -39,6 +39,8 @@ class Peers:
         self._locks: weakref.WeakValueDictionary[Address, asyncio.Lock] = weakref.WeakValueDictionary()
         self._dialling: set[asyncio.Task[Connection]] = set()
         self._acceptors: list[Queue[Peer]] = []
+        #: Shares the time of the loop between all connections of the engine.
+        self.scheduler = FairScheduler()
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -111,6 +113,7 @@ class Peers:
                 secret=host.config.secret,
                 unix_dir=host.config.unix_dir,
                 timeout=max(0, round(until - host.core.loop.time(), 2)),  # it is shown to people
+                scheduler=self.scheduler,
             )
         )
         self._dialling.add(dialling)

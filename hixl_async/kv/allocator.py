@@ -12,7 +12,7 @@ __all__ = ["Allocator", "BlockState", "Request"]
 
 
 class BlockState(IntEnum):
-    """Where a block is."""
+    """The state of a block."""
 
     FREE = 0
     RESERVED = 1
@@ -30,9 +30,10 @@ class Request:
 
 
 class Allocator:
-    """Lends blocks all-or-nothing, strictly first come, first served: a small request never overtakes a large one.
+    """The allocator of a pool's blocks: all or nothing, and strictly first come, first served.
 
-    Without an order its memory grows with the blocks that were lent, not with the pool.
+    A small request never overtakes a large one.
+    Without an order, the allocator's own memory grows with the blocks that were lent, not with the pool.
 
     :param blocks: size of the pool in blocks.
     :param order: a permutation of ``range(blocks)``; free blocks are lent in this order.  By default the lowest ids go

@@ -1,4 +1,4 @@
-"""What the parts of one pool share: its engine, its memory, and the tasks that work for it."""
+"""The common ground of a pool's parts: its engine, its memory, and the tasks that work for it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["PoolContext"]
 
 
 class PoolContext:
-    """The common ground of a pool's streams and reservations, which do not refer to the `Pool` itself.
+    """The part of a pool that its streams and reservations refer to, instead of the `Pool` itself.
 
-    So the engine, which serves the streams' messages, keeps no `Pool` alive whose user has lost it.
+    So the engine, which serves the streams' messages, does not keep a `Pool` alive that the program has lost.
     """
 
     def __init__(self, engine: Engine, name: str, layout: Layout, blocks: int, region: Region) -> None:
@@ -82,9 +82,11 @@ class PoolContext:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def clean_up(self, work: Callable[..., object], *args: object) -> bool:
-        """Have the loop do what a lost object's user should have done, and return whether there is a reason to.
+        """Have the loop close a resource that the program has lost; for finalizers.
 
-        For finalizers, which run in any thread and in the middle of any call.
+        Finalizers run in any thread and in the middle of any call, so that they can do nothing but this.
+
+        :return: False if there is nothing to do, since the pool is closed, or belongs to another process.
         """
         if self.closed or self.engine.forked:
             return False

@@ -312,7 +312,7 @@ class Pool:
         await asyncio.shield(self._closing)
 
     def _refuse_work(self) -> None:
-        """Refuse new work, and end what waits and what streams."""
+        """Refuse new work, and end the waits for blocks and all streams."""
         if self.closed:
             return
         self._context.closed = True
@@ -338,7 +338,7 @@ class Pool:
         await self._close_regions()
 
     def _revoke_regions(self) -> None:
-        """Free their names at once; memory that is in use stays until it is not."""
+        """Free the names of the regions at once; memory that is in use stays until its last use ends."""
         if self._words is not None:
             self._words.release()
         if self._signals is not None:
@@ -361,7 +361,7 @@ class Pool:
 
 
 def _closer(pool: weakref.ref[Pool]) -> Callable[[], None]:
-    """Return what ends a pool that is open when its engine closes; it keeps no pool alive."""
+    """Return a callback that ends the pool when its engine closes, and does not keep it alive."""
 
     def close() -> None:
         if (alive := pool()) is not None:

@@ -182,7 +182,7 @@ class Producer:
         self.context = context
         self.peer = peer
         self.ticket = ticket
-        # Not as many layers as the ticket says, which is not known to be true until `_check_claims`.
+        # The number of layers in the ticket is not trusted until `_check_claims`.
         self.state = ProducerState(context.layout.layers)
         self._streams = streams
         self._loop = context.loop
@@ -231,7 +231,7 @@ class Producer:
         self._change(self.state.stop, reason)
 
     def close(self) -> None:
-        """Take no more pushes; gives the stream up unless all layers were pushed."""
+        """Give the stream up unless all layers were pushed."""
         if self.state.phase is not Phase.NEW:
             self._change(self.state.close)
 

@@ -32,7 +32,7 @@ class _Push(NamedTuple):
 
 
 class Sender:
-    """Starts the layers of a stream, in the order of the pushes, each as soon as its ready mark says so.
+    """The sender of a stream's layers: starts them in the order of the pushes, each once its ready mark allows it.
 
     :param context: of the producer's pool.
     :param ticket: names the consumer's blocks.

@@ -98,6 +98,10 @@ class ConsumerState:
         self.fenced |= dead
         self.ended = True
 
+    def cut(self) -> None:
+        """Expect no more messages of the producer: the pool waits no longer."""
+        self.ended = True
+
     def fence(self) -> None:
         """Note that the producer's process can no longer touch the blocks."""
         self.fenced = True

@@ -228,7 +228,7 @@ class Consumer:
 
     def cut(self) -> None:
         """Expect no more messages of the producer: the pool waits no longer."""
-        self.state.ended = True
+        self.state.cut()
         self._settle()
         self.waiters.wake(FENCE)
 

@@ -1,4 +1,4 @@
-"""Makes what the benchmarks share importable: they are programs to run, not a package."""
+"""Make the modules of the benchmarks importable, which are programs and not a package."""
 
 import sys
 from multiprocessing import resource_tracker
@@ -11,5 +11,5 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # last
 
 @pytest.fixture(scope="session", autouse=True)
 def tracker() -> None:
-    """The helper that multiprocessing starts with the first child stays, and its pipe is no leak of a test."""
+    """Start multiprocessing's helper, which stays from the first child on, so that its pipe does not look like a leak."""
     resource_tracker.ensure_running()

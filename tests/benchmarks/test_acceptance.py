@@ -1,4 +1,4 @@
-"""The acceptance of NPUs runs, here over the simulated HIXL, and says what it found."""
+"""The acceptance test for NPUs runs, here on the simulated HIXL, and reports its findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "ASCEND_HOME_PATH": str(build()), **more}
 
 
-def test_the_script_passes_and_packs_what_it_found(tmp_path: Path) -> None:
+def test_the_script_passes_and_packs_its_findings(tmp_path: Path) -> None:
     out = tmp_path / "result"
     done = subprocess.run(
         [str(ROOT / "benchmarks" / "ascend_acceptance.sh"), "--total", "4MiB", "--option", "backend=cs"],
@@ -32,7 +32,7 @@ def test_the_script_passes_and_packs_what_it_found(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASSED, on host memory alone" in done.stdout or importlib.util.find_spec("torch_npu")
+    assert "PASSED, on host memory only" in done.stdout or importlib.util.find_spec("torch_npu")
     assert "THE ACCELERATORS ARE SIMULATED" in done.stdout
     report = json.loads((out / "acceptance.json").read_text())
     assert report["facts"]["options"] == ["backend=cs"]
@@ -48,7 +48,7 @@ def test_the_script_passes_and_packs_what_it_found(tmp_path: Path) -> None:
     assert {"acceptance.json", "acceptance.txt", "info.txt", "environment.txt", "kernel.txt"} <= names
 
 
-def test_what_fails_is_said(tmp_path: Path) -> None:
+def test_failures_are_reported(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "acceptance.py"), "--total", "4MiB", "--json"]
     for faults, word in (("init=507899", "second process did not come up"), ("submit=503900", "FAILED")):
         report = tmp_path / "report.json"

@@ -1,4 +1,4 @@
-"""What a figure says follows from its blocks."""
+"""Figures follow from their blocks."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import math
 import random
 
 import pytest
-from rig.blocks import Pace, Rung, Series, estimate, interleave
+from rig.blocks import Level, Pace, Series, estimate, interleave
 from rig.figure import compare
 from rig.table import nbytes, render, seconds
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(1, 0, 0), (5, 0, 4), (6, 0, 5), (15, 3, 11), (20, 5, 14)])
 def test_interval_of_a_median(count: int, low: int, high: int) -> None:
-    """The ranks that tables of the sign test give for 95 %."""
+    """The ranks are those of the tables of the sign test for 95 %."""
     values = [float(i) for i in range(count)]
     random.Random(count).shuffle(values)
     found = estimate(values)
     assert (found.low, found.median, found.high) == (low, (count - 1) / 2, high)
 
 
-async def test_rungs_take_turns() -> None:
+async def test_levels_take_turns() -> None:
     order: list[str] = []
 
-    def rung(name: str, nanoseconds: int, share: int = 1) -> Rung:
+    def level(name: str, nanoseconds: int, share: int = 1) -> Level:
         async def run(times: int) -> int:
             order.append(name)
             return nanoseconds * times
 
-        return Rung(name, run, share)
+        return Level(name, run, share)
 
-    series = await interleave([rung("a", 100), rung("b", 300, 2), rung("c", 50)], Pace(blocks=4, seconds=1e-4))
+    series = await interleave([level("a", 100), level("b", 300, 2), level("c", 50)], Pace(blocks=4, seconds=1e-4))
     assert "".join(order[-12:]) == "abcbcacababc"
     assert [one.nanoseconds for one in series] == [[100.0] * 4, [150.0] * 4, [50.0] * 4]
     # At least as many operations as fill a block.
@@ -46,14 +46,14 @@ async def test_one_slow_moment_makes_no_short_blocks() -> None:
         runs += 1
         return 10_000_000 if runs == 2 else 100 * times
 
-    (series,) = await interleave([Rung("a", run)], Pace(blocks=1, seconds=1e-4))
+    (series,) = await interleave([Level("a", run)], Pace(blocks=1, seconds=1e-4))
     assert series.iterations >= 1000
 
 
 def test_ratios_are_formed_within_a_turn() -> None:
-    """Twice the floor in every turn, although the machine slows down threefold meanwhile."""
-    floor, rung = Series("floor", 1, [10.0, 30.0, 20.0], [1.0] * 3), Series("rung", 1, [20.0, 60.0, 40.0], [1.0] * 3)
-    first, second = compare([floor, rung], part="list", loop="asyncio", case="hot")
+    """The ratio is 2 in every turn, although the machine becomes three times slower meanwhile."""
+    floor, level = Series("floor", 1, [10.0, 30.0, 20.0], [1.0] * 3), Series("level", 1, [20.0, 60.0, 40.0], [1.0] * 3)
+    first, second = compare([floor, level], part="list", loop="asyncio", case="hot")
     assert (first.floor, first.ratio) == (None, None)
     assert second.floor == "floor"
     assert second.ratio is not None

@@ -1,4 +1,4 @@
-"""What cannot be measured, or written in the end, is refused in words before anything is measured."""
+"""Arguments that cannot be measured, and reports that cannot be written, are refused before anything is measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .program import BENCHMARKS, run
 
 
 def load(script: str) -> ModuleType:
-    """The module of a script, whatever else has its name."""
+    """Return the module of a script, even if another module has its name."""
     spec = importlib.util.spec_from_file_location(f"benchmarks_{script}", BENCHMARKS / f"{script}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -56,7 +56,7 @@ def load(script: str) -> ModuleType:
         "report --to /dev/null/below",
     ],
 )
-def test_bad_arguments_are_told(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     script, *words = line.split()
     with pytest.raises(SystemExit) as ended:
         load(script).arguments(words)
@@ -64,7 +64,7 @@ def test_bad_arguments_are_told(line: str, capsys: pytest.CaptureFixture[str]) -
     assert words[0] in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_good_ones_are_taken(tmp_path: Path) -> None:
+def test_good_arguments_are_accepted(tmp_path: Path) -> None:
     assert [size(text) for text in ("8", "4KiB", "128M")] == [8, 4096, 128 << 20]
     assert (count("3"), amount("1e9")) == (3, 1e9)
     assert folder(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"

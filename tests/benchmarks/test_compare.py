@@ -19,7 +19,7 @@ TREE = BENCHMARKS.parent
 
 
 class Trees:
-    """Workloads whose blocks take what a test says; `ratios` are of after to before, one for each start."""
+    """Workloads whose blocks take as long as a test says; `ratios` are of after to before, one for each start."""
 
     def __init__(self, *ratios: float | Exception) -> None:
         self.ratios = list(ratios)
@@ -105,7 +105,7 @@ def checkout(folder: Path, package: Path) -> str:
 
 @pytest.mark.timeout(120)
 def test_a_tree_against_itself(tmp_path: Path) -> None:
-    """The whole way; with a limit that everything exceeds, it fails."""
+    """The programs run, and the comparison fails with a limit that every ratio exceeds."""
     tree = checkout(tmp_path, BENCHMARKS.parent / "hixl_async")
     few = ("--loop", "asyncio", "--pairs", "6", "--starts", "1", "--block", "1e-4", "--cells", "ready slices, 8 B")
     done = run("compare.py", tree, tree, *few, "--limit", "0.001", "--json")

@@ -1,4 +1,4 @@
-"""The ladder runs, and its JSON is what its docstring says."""
+"""The ladder runs, and its JSON has the schema of its docstring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty cache, so that the C rungs are compiled here."""
+    """An empty cache, so that the C levels are compiled here."""
     pytest.importorskip("Cython")
     pytest.importorskip("numpy")
     return tmp_path_factory.mktemp("cache")
@@ -33,7 +33,7 @@ def check_estimate(value: dict[str, float]) -> None:
 
 def check_figure(figure: dict[str, Any]) -> None:
     assert figure.keys() == {
-        *("part", "loop", "case", "rung", "verb", "bytes", "descriptors", "unit", "value", "cpu_ns"),
+        *("part", "loop", "case", "level", "verb", "bytes", "descriptors", "unit", "value", "cpu_ns"),
         *("floor", "ratio", "blocks", "iterations", "extra"),
     }
     assert figure["verb"] in ("write", "read", None)
@@ -45,12 +45,12 @@ def check_figure(figure: dict[str, Any]) -> None:
     assert min(figure["blocks"], figure["iterations"]) >= 1
 
 
-def test_every_part_in_json_and_for_people(cache: Path, tmp_path: Path) -> None:
+def test_every_part_in_json_and_in_tables(cache: Path, tmp_path: Path) -> None:
     target = tmp_path / "ladder.json"
     done = ladder(cache, "--quick", "--loop", "asyncio", "--sizes", "8", "1MiB", "--json", str(target))
     assert done.returncode == 0, done.stderr
     report = json.loads(target.read_text())
-    assert (report["schema"], report["benchmark"]) == (1, "ladder")
+    assert (report["schema"], report["benchmark"]) == (2, "ladder")
     assert report.keys() == {
         *("schema", "benchmark", "started", "seconds", "arguments", "commit", "machine", "versions", "driver"),
         *("skipped", "figures"),
@@ -61,23 +61,23 @@ def test_every_part_in_json_and_for_people(cache: Path, tmp_path: Path) -> None:
     assert {figure["part"] for figure in figures} - {"device"} == {
         *("range", "list", "post", "flight", "rate", "notify", "stall", "touch", "idle")
     }
-    ranges = [(f["verb"], f["bytes"], f["rung"]) for f in figures if f["part"] == "range"]
-    rungs = ("copy", "driver", "core", "ready", "fresh")
-    assert ranges == [(verb, size, rung) for verb in ("write", "read") for size in (8, 1 << 20) for rung in rungs]
+    ranges = [(f["verb"], f["bytes"], f["level"]) for f in figures if f["part"] == "range"]
+    levels = ("copy", "driver", "core", "ready", "fresh")
+    assert ranges == [(verb, size, level) for verb in ("write", "read") for size in (8, 1 << 20) for level in levels]
     # The loop under one large write, and under inline writes without a pause.
-    stalls = [(f["rung"], f["bytes"]) for f in figures if f["part"] == "stall"]
+    stalls = [(f["level"], f["bytes"]) for f in figures if f["part"] == "stall"]
     assert stalls == [
-        (rung, size)
-        for rung, size in (("write", 1 << 20), ("writes", 4096), ("writes", 1 << 20))
-        for rung in ("idle loop", rung)
+        (level, size)
+        for level, size in (("write", 1 << 20), ("writes", 4096), ("writes", 1 << 20))
+        for level in ("idle loop", level)
     ]
-    # For people: each figure of a range stands beside its ratio.
+    # In the tables, each figure of a range is beside its ratio.
     row = next(line for line in done.stdout.splitlines() if line.startswith("  1 MiB"))
-    assert row.count(" x") == len(rungs) - 1
+    assert row.count(" x") == len(levels) - 1
 
 
-def test_what_is_skipped_says_why(cache: Path) -> None:
-    """Without a GPU that torch sees; with one the figures are there."""
+def test_a_skipped_part_has_a_reason(cache: Path) -> None:
+    """The part of the GPU is skipped unless torch sees one."""
     done = ladder(cache, "--quick", "--loop=asyncio", "--parts", "device", "--sizes", "64", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -85,11 +85,13 @@ def test_what_is_skipped_says_why(cache: Path) -> None:
     if not report["figures"]:
         why = report["skipped"]["device"]
         assert why.startswith("torch ")
-        assert f"A GPU's memory as the local side: skipped, for {why}" in done.stderr
+        assert f"A GPU's memory as the local side: skipped, because {why}" in done.stderr
 
 
 def test_standard_output_is_json_alone(cache: Path) -> None:
-    done = ladder(cache, "--quick", "--loop=asyncio", "--parts", "range", "--rungs", "fresh", "--sizes", "64", "--json")
+    done = ladder(
+        cache, "--quick", "--loop=asyncio", "--parts", "range", "--levels", "fresh", "--sizes", "64", "--json"
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
-    assert [figure["rung"] for figure in figures] == ["copy", "fresh"] * 2
+    assert [figure["level"] for figure in figures] == ["copy", "fresh"] * 2

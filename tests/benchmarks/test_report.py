@@ -1,4 +1,4 @@
-"""Goals and what became of them; pictures; and the whole report from JSON that is there."""
+"""Goals, losses, pictures, and the whole report from existing JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("numpy")
 
-from rig.ahead import ahead
 from rig.charts import Band, Bar, Curve, Panel, Plot, bars, curves
 from rig.goals import NIXL_ASYNCIO, NIXL_SPIN, Reports, Row, goals
+from rig.losses import losses
 
 from .program import report, run
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.timeout(120)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def figure(part: str, rung: str, ratio: float | None, value: float = 1e6, **words: Any) -> dict[str, Any]:
+def figure(part: str, level: str, ratio: float | None, value: float = 1e6, **words: Any) -> dict[str, Any]:
     estimate = {"median": value, "low": value, "high": value}
     return {
         "part": part,
         "loop": "asyncio",
         "case": "hot",
-        "rung": rung,
+        "level": level,
         "verb": "write",
         "bytes": 4096,
         "descriptors": 1,
@@ -45,12 +45,12 @@ def figure(part: str, rung: str, ratio: float | None, value: float = 1e6, **word
     }
 
 
-def series(contestant: str, nanoseconds: list[float]) -> dict[str, Any]:
+def series(competitor: str, nanoseconds: list[float]) -> dict[str, Any]:
     return {
         "kind": "write",
         "size": 4096,
         "parts": 1,
-        "contestant": contestant,
+        "competitor": competitor,
         "iterations": 1,
         "nanoseconds": nanoseconds,
         "cpu": nanoseconds,
@@ -63,7 +63,7 @@ def rows(ladder: Sequence[dict[str, Any]] = (), side_by_side: Sequence[dict[str,
 
 
 def test_ratios_to_a_peer_are_formed_turn_by_turn() -> None:
-    """Both slow down tenfold in the second turn; what is between them stays."""
+    """Both become ten times slower in the second turn; their ratio stays."""
     found = Reports({"side_by_side": {"series": []}}).ratio([10, 100, 20], [60, 600, 120])
     assert found is not None
     assert (found.low, found.median, found.high) == (6, 6, 6)
@@ -94,7 +94,7 @@ def test_flight_needs_rate_and_depth() -> None:
     assert (row.measured, row.verdict) == ("400 k/s, 16 in flight", "missed by 50 %")
 
 
-def test_speed_of_a_copy_is_the_other_way_round() -> None:
+def test_the_speed_of_a_copy_is_the_inverse_of_its_time() -> None:
     found = rows([figure("range", "fresh", 1 / 0.96, bytes=128 << 20)])
     assert found["128 MiB write"].verdict == "met"
     found = rows([figure("range", "fresh", 1 / 0.76, bytes=128 << 20)])
@@ -102,7 +102,7 @@ def test_speed_of_a_copy_is_the_other_way_round() -> None:
 
 
 def test_a_goal_is_met_only_by_what_it_names() -> None:
-    """What a rough run measures instead stands there, without a verdict."""
+    """Other cases of a rough run are shown without a verdict."""
     quick = [
         figure("stall", "write", 1.0, bytes=16 << 20),
         figure("idle", "engine", 0.0, 1e6, case="8 connections, 1 s"),
@@ -137,7 +137,7 @@ def test_the_worst_stall_under_inline_writes_is_shown() -> None:
     assert (row.goal, row.verdict) == ("", "")
 
 
-def test_where_others_are_ahead() -> None:
+def test_losses() -> None:
     side = [series("hixl_async, asyncio", [10.0, 20.0]), series("NIXL", [9.0, 18.0]), series("gloo", [30.0, 60.0])]
     keys = ("latency_ns", "exposed_ns", "first_token_ns", "last_token_ns", "tokens_per_s", "cpu_s_per_GB")
     ours, theirs = dict.fromkeys(keys, 2e6), {**dict.fromkeys(keys, 3e6), "first_token_ns": 1e6}
@@ -145,13 +145,13 @@ def test_where_others_are_ahead() -> None:
         {"loop": "asyncio", "carrier": name, "tokens": 512, "requests": 1, "turns": [turn]}
         for name, turn in (("hixl_async", ours), ("sockets", theirs))
     ]
-    assert list(ahead({"side_by_side": {"series": side}, "sweep": {"cases": cases}})) == [
+    assert list(losses({"side_by_side": {"series": side}, "sweep": {"cases": cases}})) == [
         "write, 4 KiB, time: hixl_async, asyncio 15.0 ns; NIXL 13.5 ns",
         "write, 4 KiB, CPU time: hixl_async, asyncio 15.0 ns; NIXL 13.5 ns",
         "prefill and decode, TTFT: sockets in 1 of 1 cases, by 50.0 % (1.00 ms)",
         "prefill and decode, tokens/s: sockets in 1 of 1 cases, by 50.0 %",
     ]
-    assert list(ahead({})) == []
+    assert list(losses({})) == []
 
 
 def test_against_the_better_of_two() -> None:
@@ -162,7 +162,7 @@ def test_against_the_better_of_two() -> None:
     assert found["4 KiB against gloo"].verdict == "met"
 
 
-def test_what_was_not_measured_says_so() -> None:
+def test_rows_that_were_not_measured() -> None:
     found = rows()
     assert {row.verdict for row in found.values()} <= {"not measured"}
     assert len(found) > 25
@@ -190,7 +190,7 @@ def test_curves() -> None:
 
 
 def test_the_report(tmp_path: Path) -> None:
-    """From the reports of two benchmarks, the smallest that there are."""
+    """The report is made from the smallest reports of two benchmarks."""
     reports = tmp_path / "reports"
     reports.mkdir()
     for name, arguments in (
@@ -205,28 +205,35 @@ def test_the_report(tmp_path: Path) -> None:
     remarks.write_text("## Remarks\n\nIt was raining.\n")
     done = run("report.py", "--from", str(reports), "--out", str(tmp_path / "out"), "--remarks", str(remarks))
     assert done.returncode == 0, done.stderr
-    text = (tmp_path / "out" / "RESULTS.md").read_text()
-    assert "| `await engine.write(...)`, 4 KiB, fresh slices | <= 1 us | " in text
-    assert "`python benchmarks/side_by_side.py --quick --only" in text
+    summary, details = ((tmp_path / "out" / name).read_text() for name in ("RESULTS.md", "DETAILS.md"))
+    for text in (summary, details):
+        assert "| `await engine.write(...)`, 4 KiB, fresh slices | <= 1 us | " in text
+        assert "## Where others are ahead" in text
+        # Every line of a table has as many cells as its head.
+        table = [line for line in text.splitlines() if line.startswith("|")]
+        assert {line.count("|") for line in table} == {7}
+        # The missed goals, and those not measured, come before the table.
+        assert " are met, " in text
+    # One page: no figures without a goal, and no tables of benchmarks.
+    assert "4 KiB against gloo, receiver told" in details
+    assert "4 KiB against gloo, receiver told" not in summary
+    assert "```" not in summary
+    assert "[remarks.md](remarks.md)" in summary
+    assert "`python benchmarks/side_by_side.py --quick --only" in details
     for name in ("latency", "cpu", "sweep"):
-        assert f"![{name}]({name}.svg)" in text
+        assert f"![{name}]({name}.svg)" in details
         assert ET.parse(tmp_path / "out" / f"{name}.svg").getroot().tag == f"{SVG}svg"
-    assert text.index("## Goals") < text.index("It was raining.") < text.index("## Side by side")
-    # Every line of a table has as many cells as its head.
-    table = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in table} == {7}
-    # What is missed, or was not measured, is told before the table.
-    assert " are met, " in text
+    assert details.index("## Figures and goals") < details.index("It was raining.") < details.index("## Side by side")
 
 
-def test_it_runs_what_it_reports(tmp_path: Path) -> None:
+def test_it_runs_the_benchmarks_that_it_reports(tmp_path: Path) -> None:
     done = run("report.py", "--quick", "--only", "streaming", "--to", str(tmp_path), "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "streaming.json").read_text())["benchmark"] == "streaming"
-    text = (tmp_path / "out" / "RESULTS.md").read_text()
+    text = (tmp_path / "out" / "DETAILS.md").read_text()
     assert "layer streaming, Llama-3-70B" in text
-    # What is not measured is marked, the legend is there, and nobody's remarks are.
-    assert text.count("whole (calculated)") == 1 + 2 * text.count("What is left of the transfer when")
+    # Calculated values are marked, and the legend is there; remarks were not given.
+    assert text.count("whole (calculated)") == 1 + 2 * text.count("The transfer that is left when")
     assert "Computing is simulated" in text
     assert "## Remarks" not in text
     (tmp_path / "empty").mkdir()

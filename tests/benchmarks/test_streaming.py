@@ -1,4 +1,4 @@
-"""Layers over a paced link, and the carriers that the sweep compares; their bytes are verified by the programs."""
+"""Layers over a paced link, and the carriers that the sweep compares; the programs verify the bytes themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_streaming() -> None:
     )
     assert content["rate"] == 1e9
     layer, exposed, whole = content["figures"]
-    assert [one["rung"] for one in (layer, exposed, whole)] == ["layer", "exposed", "whole"]
+    assert [one["level"] for one in (layer, exposed, whole)] == ["layer", "exposed", "whole"]
     assert {(one["part"], one["case"], one["bytes"]) for one in content["figures"]} == {
         ("streaming", "Llama-3-70B", 64 * 512)
     }
@@ -79,7 +79,7 @@ async def test_wrong_bytes_are_noticed(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 async def test_requests_wait_for_blocks() -> None:
-    """A request that is not carried away yet delays others, and the layers of one take as long as they should."""
+    """A request that is not transferred yet delays others, and its layers take as long as they should."""
 
     class Slow:
         name = "slow"
@@ -119,7 +119,7 @@ def test_what_a_course_says() -> None:
     [("Llama-3-70B", 8, 80 * 512, 4096), ("Llama-3-70B", 1, 320 << 10, 32 << 10), ("DeepSeek-V3", 8, 61 * 1152, 9216)],
 )
 def test_shapes(name: str, ranks: int, token_bytes: int, run_bytes: int) -> None:
-    """The bytes that are known of these models; a latent is whole on every rank."""
+    """The sizes are the published ones of these models; every rank holds the whole of a latent."""
     layout = SHAPES[name].layout(ranks, 16)
     assert layout.pool_bytes(1) == 16 * token_bytes
     assert layout.block_bytes == run_bytes

@@ -6,12 +6,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from hixl_async.control.dialler_handshake import DiallerHandshake
-from hixl_async.control.handshake import Action, Established, Leg, OpenUnix, Send, Sight
-from hixl_async.control.listener_handshake import ListenerHandshake
+from hixl_async.control.handshake import (
+    Action,
+    DiallerHandshake,
+    Established,
+    ListenerHandshake,
+    LocalView,
+    OpenUnix,
+    Send,
+    Transport,
+)
+from hixl_async.control.identity import Secret
 from hixl_async.control.process import Credentials, LocalUser
 from hixl_async.control.rendezvous import RendezvousName, Scope
-from hixl_async.control.secret import Secret
 from hixl_async.errors import HixlError
 
 from .sides import identity
@@ -23,18 +30,18 @@ NAME = RendezvousName("abstract", "c" * 32)
 PATH = "127.0.0.1 40000 > 127.0.0.1 18515"
 
 
-def sight(scope: Scope = HERE, user: LocalUser = USER, path: str = PATH) -> Sight:
-    return Sight(scope, user, "12345", path)
+def view(scope: Scope = HERE, user: LocalUser = USER, path: str = PATH) -> LocalView:
+    return LocalView(scope, user, "12345", path)
 
 
 def dialler(secret: bytes | None = None, *, me: Any = None, **options: Any) -> DiallerHandshake:
-    return DiallerHandshake(me or identity("dialler"), Secret(secret), sight(**options))
+    return DiallerHandshake(me or identity("dialler"), Secret(secret), view(**options))
 
 
 def listener(
     secret: bytes | None = None, *, me: Any = None, name: RendezvousName = NAME, **options: Any
 ) -> ListenerHandshake:
-    return ListenerHandshake(me or identity("listener"), Secret(secret), sight(**options), name)
+    return ListenerHandshake(me or identity("listener"), Secret(secret), view(**options), name)
 
 
 def credentials(uid: int = 1000) -> Credentials:
@@ -69,10 +76,10 @@ def perform(
     :param unix: whom the dialler finds on the Unix socket, or why it cannot connect.
     """
     outcome = Outcome()
-    to_listener: list[tuple[Leg, bytes]] = []
-    to_dialler: list[tuple[Leg, bytes]] = []
+    to_listener: list[tuple[Transport, bytes]] = []
+    to_dialler: list[tuple[Transport, bytes]] = []
 
-    def act(actions: list[Action], out: list[tuple[Leg, bytes]]) -> Established | None:
+    def act(actions: list[Action], out: list[tuple[Transport, bytes]]) -> Established | None:
         for action in actions:
             if isinstance(action, Established):
                 return action
@@ -80,23 +87,23 @@ def perform(
                 more = one.unix_failed(unix) if isinstance(unix, str) else one.unix_opened(unix)
                 return act(more, out)
             assert isinstance(action, Send)
-            out += [(action.leg, raw) for raw in tamper(len(outcome.messages), action.message)]
+            out += [(action.transport, raw) for raw in tamper(len(outcome.messages), action.message)]
             outcome.messages.append(action.message)
         return None
 
     act(one.start(), to_listener)
     while to_listener or to_dialler:
         if to_listener:
-            leg, raw = to_listener.pop(0)
-            seen = (dialler_seen_as or credentials()) if leg is Leg.UNIX else None
+            transport, raw = to_listener.pop(0)
+            seen = (dialler_seen_as or credentials()) if transport is Transport.UNIX else None
             try:
-                outcome.listener = act(other.received(leg, raw, seen), to_dialler) or outcome.listener
+                outcome.listener = act(other.received(transport, raw, seen), to_dialler) or outcome.listener
             except HixlError as error:
                 outcome.listener_error = error
         else:
-            leg, raw = to_dialler.pop(0)
+            transport, raw = to_dialler.pop(0)
             try:
-                outcome.dialler = act(one.received(leg, raw), to_listener) or outcome.dialler
+                outcome.dialler = act(one.received(transport, raw), to_listener) or outcome.dialler
             except HixlError as error:
                 outcome.dialler_error = error
     return outcome

@@ -31,7 +31,7 @@ def unshare(what: int) -> None:
 async def main(options: dict[str, Any]) -> None:
     # Imported, and codecs loaded, before we become somebody who may not be allowed to read the files.
     "".encode("idna")
-    from hixl_async.control import Identity, dial, waiting
+    from hixl_async.control import Identity, dial, socket_io
     from hixl_async.errors import HixlError
     from hixl_async.types import Address
 
@@ -44,7 +44,7 @@ async def main(options: dict[str, Any]) -> None:
         async def connect_tcp(address: Address) -> socket.socket:
             return sock
 
-        waiting.connect_tcp = connect_tcp
+        socket_io.connect_tcp = connect_tcp
     if options.get("user_namespace"):
         unshare(CLONE_NEWUSER)
     if "uid" in options:
@@ -64,7 +64,7 @@ async def main(options: dict[str, Any]) -> None:
     except HixlError as error:
         say("failed", kind=type(error).__name__, text=str(error))
         return
-    say("connected", same_host=connection.same_host, detour=connection.detour, credentials=connection.credentials)
+    say("connected", same_host=connection.same_host, fallback=connection.fallback, credentials=connection.credentials)
     lost = asyncio.get_running_loop().create_future()
 
     def on_message(kind: str, body: dict[str, Any], fds: list[int]) -> None:

@@ -25,6 +25,16 @@ def identity(name: str = "dialler", *, domain: str = "", incarnation: str | None
     return Identity(name, domain, incarnation or secrets.token_hex(16), "", ("shm",))
 
 
+class Watched(Listener):
+    """A listener that also hands over the reasons for which it refused diallers."""
+
+    refused: asyncio.Queue[HixlError]
+
+    def _report(self, error: HixlError) -> None:
+        super()._report(error)
+        self.refused.put_nowait(error)
+
+
 class Host:
     """A listener, the connections it accepted, and the reasons for which it refused others."""
 
@@ -33,9 +43,8 @@ class Host:
         self.secret = secret
         self.unix_dir = unix_dir
         self.connections: asyncio.Queue[Connection] = asyncio.Queue()
-        self.refused: asyncio.Queue[HixlError] = asyncio.Queue()
         self.mine: list[Connection] = []
-        self.listener: Listener
+        self.listener: Watched
 
     @classmethod
     async def open(
@@ -48,14 +57,19 @@ class Host:
         **options: Any,
     ) -> Host:
         self = cls(me or identity("listener"), secret, unix_dir)
-        self.listener = await Listener.open(
+        self.listener = await Watched.open(
             address,
             lambda: self.identity,
             secret=secret,
             unix_dir=unix_dir,
-            **{"on_connection": self._connected, "on_refused": self.refused.put_nowait, **options},
+            **{"on_connection": self._connected, **options},
         )
+        self.listener.refused = asyncio.Queue()
         return self
+
+    @property
+    def refused(self) -> asyncio.Queue[HixlError]:
+        return self.listener.refused
 
     def _connected(self, connection: Connection) -> None:
         self.mine.append(connection)

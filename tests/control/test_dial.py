@@ -22,7 +22,7 @@ from hixl_async.control import (
     dial,
     process,
     rendezvous,
-    waiting,
+    socket_io,
 )
 from hixl_async.control import dialler as dialler_module
 from hixl_async.control import listener as listener_module
@@ -60,7 +60,7 @@ class TestSucceeds:
         assert theirs.identity == me
         for connection in (mine, theirs):
             assert connection.same_host
-            assert connection.detour == ""
+            assert connection.fallback == ""
             assert connection.version == PROTOCOL_VERSION
             assert connection.credentials == (os.getpid(), os.geteuid(), os.getegid())
             assert connection.pidfd is not None
@@ -72,7 +72,7 @@ class TestSucceeds:
         mine, theirs = await host.pair()
         for connection in (mine, theirs):
             assert not connection.same_host
-            assert "different hosts" in connection.detour
+            assert "different hosts" in connection.fallback
             assert connection.credentials is None
             assert connection.pidfd is None
             assert "over tcp" in repr(connection)
@@ -92,8 +92,8 @@ class TestSucceeds:
     async def test_with_a_directory_on_one_side_only(self, listen: HostFactory, tmp_path: Path) -> None:
         host = await listen(secret=SECRET, unix_dir=str(tmp_path))
         mine, theirs = await host.pair(unix_dir=None)
-        assert "unix_dir" in mine.detour
-        assert "unix_dir" in theirs.detour
+        assert "unix_dir" in mine.fallback
+        assert "unix_dir" in theirs.fallback
         abstract = await listen(secret=SECRET)
         mine, _ = await abstract.pair(unix_dir=str(tmp_path))
         assert mine.same_host
@@ -119,8 +119,9 @@ class TestSucceeds:
         host = await listen(Address("0.0.0.0", 0), secret=SECRET)
         assert (await host.pair())[0].same_host
 
-    async def test_many_at_once(self, listen: HostFactory) -> None:
-        host = await listen(max_handshakes=8)
+    async def test_many_at_once(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(listener_module, "_MAX_HANDSHAKES", 8)
+        host = await listen()
         before = len(os.listdir("/proc/self/fd"))
         mine = await asyncio.gather(*(host.dial(timeout=20) for _ in range(60)))
         theirs = [await host.connections.get() for _ in mine]
@@ -164,7 +165,7 @@ class TestSucceeds:
                 raise BlockingIOError
             return real(*args)
 
-        monkeypatch.setattr(waiting, "connect_rendezvous", connect)
+        monkeypatch.setattr(socket_io, "connect_rendezvous", connect)
         assert (await host.pair())[0].same_host
         assert connects == 4
 
@@ -195,21 +196,6 @@ class TestSucceeds:
         host.identity = host.identity._replace(drivers=("shm", "ucx"))
         mine, _ = await host.pair()
         assert mine.identity.drivers == ("shm", "ucx")
-
-    async def test_expect_sees_the_identity(self, listen: HostFactory) -> None:
-        host = await listen()
-        seen: list[Identity] = []
-        await host.dial(expect=seen.append)
-        assert seen == [host.identity]
-
-        def disappointed(_: object) -> None:
-            raise ConnectError("not the one")
-
-        await host.connections.get()
-        with pytest.raises(ConnectError, match="not the one"):
-            await host.dial(expect=disappointed)
-        lost = Inbox(await host.connections.get()).lost
-        assert "closed" in str(await lost)
 
 
 class TestRefuses:
@@ -442,7 +428,7 @@ class TestListen:
     async def test_refusals_are_logged_without_secrets(
         self, listen: HostFactory, caplog: pytest.LogCaptureFixture
     ) -> None:
-        host = await listen(secret=SECRET, on_refused=None)
+        host = await listen(secret=SECRET)
         with caplog.at_level("DEBUG"), pytest.raises(AuthenticationError):
             await host.dial(secret=b"another secret")
         assert "does not know the secret" in caplog.text
@@ -469,7 +455,7 @@ class TestInTheMiddle:
         assert (await inbox.get()).kind == "direct"
 
     async def test_a_relay_that_names_its_own_socket(self, listen: HostFactory) -> None:
-        """It stands on both legs, and knows no secret: it is another user with one, or one that was refused without."""
+        """It stands on both transports, and knows no secret: it is another user with one, or one that was refused without."""
         host = await listen(secret=SECRET)
         with rendezvous_of_somebody_else() as (theirs, name):
 

@@ -11,13 +11,21 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from hixl_async.control import codec, handshake
-from hixl_async.control.dialler_handshake import DiallerHandshake
-from hixl_async.control.handshake import Action, Established, Leg, OpenUnix, Send, State
-from hixl_async.control.listener_handshake import ListenerHandshake
+from hixl_async.control.handshake import (
+    Action,
+    DiallerHandshake,
+    Established,
+    ListenerHandshake,
+    OpenUnix,
+    Send,
+    State,
+    Transport,
+    raise_if_refusal,
+    refusal,
+)
+from hixl_async.control.identity import Secret
 from hixl_async.control.process import Credentials, LocalUser
-from hixl_async.control.refusal import raise_if_refusal, refusal
 from hixl_async.control.rendezvous import RendezvousName, Scope
-from hixl_async.control.secret import Secret
 from hixl_async.errors import (
     AuthenticationError,
     ConnectError,
@@ -43,8 +51,8 @@ class TestSucceeds:
         assert outcome.listener is not None
         assert outcome.dialler.identity == you
         assert outcome.listener.identity == me
-        assert outcome.dialler.leg is outcome.listener.leg is Leg.UNIX
-        assert outcome.dialler.detour == outcome.listener.detour == ""
+        assert outcome.dialler.transport is outcome.listener.transport is Transport.UNIX
+        assert outcome.dialler.fallback == outcome.listener.fallback == ""
         assert outcome.dialler.keys == outcome.listener.keys
 
     @pytest.mark.parametrize(
@@ -55,9 +63,9 @@ class TestSucceeds:
         outcome = perform(dialler(SECRET, scope=scope), listener(SECRET), unix=unix)
         assert outcome.dialler is not None
         assert outcome.listener is not None
-        assert outcome.dialler.leg is outcome.listener.leg is Leg.TCP
-        assert reason in outcome.dialler.detour
-        assert outcome.listener.detour
+        assert outcome.dialler.transport is outcome.listener.transport is Transport.TCP
+        assert reason in outcome.dialler.fallback
+        assert outcome.listener.fallback
         assert outcome.dialler.keys == outcome.listener.keys
         assert outcome.dialler.keys[0] != outcome.dialler.keys[1]
 
@@ -72,7 +80,7 @@ class TestSucceeds:
         outcome = perform(dialler(scope=one, path="nat"), listener(scope=other, name=name))
         assert outcome.dialler is not None
         assert outcome.listener is not None
-        assert outcome.listener.leg is Leg.UNIX
+        assert outcome.listener.transport is Transport.UNIX
 
     def test_in_a_directory_that_is_not_shared_only_over_tcp(self) -> None:
         name = RendezvousName("directory", "d" * 32)
@@ -81,15 +89,15 @@ class TestSucceeds:
                 dialler(SECRET, scope=Scope("", mine)), listener(SECRET, scope=Scope("", "f" * 32), name=name)
             )
             assert outcome.dialler is not None
-            assert "unix_dir" in outcome.dialler.detour
+            assert "unix_dir" in outcome.dialler.fallback
             assert outcome.listener is not None
-            assert "unix_dir" in outcome.listener.detour
+            assert "unix_dir" in outcome.listener.fallback
 
     def test_an_unknown_scope_is_not_the_same_as_another_unknown_one(self) -> None:
         unknown = Scope("", "")
         outcome = perform(dialler(SECRET, scope=unknown), listener(SECRET, scope=unknown))
         assert outcome.dialler is not None
-        assert outcome.dialler.leg is Leg.TCP
+        assert outcome.dialler.transport is Transport.TCP
 
 
 class TestRefuses:
@@ -116,7 +124,7 @@ class TestRefuses:
     def test_a_listener_that_accepts_anybody_and_does_not_know_the_secret(self) -> None:
         accepting = listener(b"other")
         accepting._take_proof = (  # type: ignore[method-assign]
-            lambda leg, raw, body: accepting._transcript.append(raw) or identity()  # type: ignore[func-returns-value]
+            lambda transport, raw, body: accepting._transcript.append(raw) or identity()  # type: ignore[func-returns-value]
         )
         outcome = perform(dialler(SECRET), accepting)
         assert outcome.listener is not None
@@ -144,8 +152,8 @@ class TestRefuses:
     def test_an_unreachable_unix_socket_without_a_secret(self) -> None:
         one = dialler()
         [hello] = one.start()
-        [answer] = listener().received(Leg.TCP, sent(hello))
-        assert isinstance(one.received(Leg.TCP, sent(answer))[0], OpenUnix)
+        [answer] = listener().received(Transport.TCP, sent(hello))
+        assert isinstance(one.received(Transport.TCP, sent(answer))[0], OpenUnix)
         with pytest.raises(AuthenticationError, match=r"Connection refused.*token_bytes"):
             one.unix_failed("Connection refused")
 
@@ -154,17 +162,17 @@ class TestRefuses:
         assert isinstance(outcome.listener_error, AuthenticationError)
         assert "runs as user 1001, this side as user 1000" in str(outcome.listener_error)
         one, other = dialler(), listener()
-        one.received(Leg.TCP, sent(*other.received(Leg.TCP, sent(*one.start()))))
+        one.received(Transport.TCP, sent(*other.received(Transport.TCP, sent(*one.start()))))
         with pytest.raises(AuthenticationError, match="runs as user 0, this side as user 1000"):
             one.unix_opened(credentials(0))
 
     def test_tcp_without_a_secret_even_if_the_dialler_insists(self) -> None:
         one, other = dialler(), listener()
-        one.received(Leg.TCP, sent(*other.received(Leg.TCP, sent(*one.start()))))
+        one.received(Transport.TCP, sent(*other.received(Transport.TCP, sent(*one.start()))))
         one._state = State.OPENING
-        proof = one._send_proof(Leg.TCP)
+        proof = one._send_proof(Transport.TCP)
         with pytest.raises(AuthenticationError, match="without a secret"):
-            other.received(Leg.TCP, sent(*proof))
+            other.received(Transport.TCP, sent(*proof))
 
     def test_a_relayed_tcp_connection_without_a_secret(self) -> None:
         outcome = perform(dialler(path="127.0.0.1 1 > 127.0.0.1 2"), listener())
@@ -187,20 +195,20 @@ class TestRefuses:
         for secret in (None, SECRET):
             hello = edited(sent(*dialler(secret).start()), versions=theirs)
             with pytest.raises(ProtocolError, match=f"listener speaks version 1, the dialler {words}"):
-                listener(secret).received(Leg.TCP, hello)
+                listener(secret).received(Transport.TCP, hello)
 
     def test_other_versions_whatever_else_their_hello_says(self) -> None:
         hello = codec.encode("hello", {"magic": "hixl-async", "versions": [7, 9], "greeting": {}})
         with pytest.raises(ProtocolError, match="versions 7 to 9"):
-            listener().received(Leg.TCP, hello)
+            listener().received(Transport.TCP, hello)
 
     @pytest.mark.parametrize("versions", [None, [], [1], [1, 2, 3], [0, 1], [2, 1], ["1", "1"], [1.0, 1.0], {"1": 1}])
     def test_a_range_that_is_none(self, versions: object) -> None:
         with pytest.raises(ProtocolError, match="range of versions"):
-            listener().received(Leg.TCP, edited(sent(*dialler().start()), versions=versions))
+            listener().received(Transport.TCP, edited(sent(*dialler().start()), versions=versions))
 
     def test_a_wider_range_is_welcome(self) -> None:
-        answer = listener().received(Leg.TCP, edited(sent(*dialler().start()), versions=[1, 9]))
+        answer = listener().received(Transport.TCP, edited(sent(*dialler().start()), versions=[1, 9]))
         assert isinstance(answer[0], Send)
 
     @pytest.mark.parametrize(
@@ -221,7 +229,7 @@ class TestRefuses:
     )
     def test_a_malformed_hello(self, edit: dict[str, object]) -> None:
         with pytest.raises(ProtocolError):
-            listener().received(Leg.TCP, edited(sent(*dialler().start()), **edit))
+            listener().received(Transport.TCP, edited(sent(*dialler().start()), **edit))
 
     @pytest.mark.parametrize(
         "edit",
@@ -238,9 +246,9 @@ class TestRefuses:
     )
     def test_a_malformed_answer(self, edit: dict[str, object]) -> None:
         one = dialler()
-        answer = edited(sent(*listener().received(Leg.TCP, sent(*one.start()))), **edit)
+        answer = edited(sent(*listener().received(Transport.TCP, sent(*one.start()))), **edit)
         with pytest.raises(ProtocolError):
-            one.received(Leg.TCP, answer)
+            one.received(Transport.TCP, answer)
 
     @pytest.mark.parametrize(
         "edit",
@@ -269,48 +277,48 @@ class TestRefuses:
     )
     def test_a_malformed_proof(self, edit: dict[str, object]) -> None:
         one, other = dialler(), listener()
-        one.received(Leg.TCP, sent(*other.received(Leg.TCP, sent(*one.start()))))
+        one.received(Transport.TCP, sent(*other.received(Transport.TCP, sent(*one.start()))))
         proof = edited(sent(*one.unix_opened(credentials())), **edit)
         with pytest.raises(ProtocolError):
-            other.received(Leg.UNIX, proof, credentials())
+            other.received(Transport.UNIX, proof, credentials())
 
     def test_another_spelling(self) -> None:
         hello = sent(*dialler().start())
         for spelling in (hello + b" ", hello.replace(b":", b": ", 1), json.dumps(json.loads(hello), indent=1).encode()):
             with pytest.raises(ProtocolError, match="canonical"):
-                listener().received(Leg.TCP, spelling)
+                listener().received(Transport.TCP, spelling)
 
     def test_messages_out_of_turn(self) -> None:
         one = dialler()
         with pytest.raises(ProtocolError, match="out of turn"):
-            one.received(Leg.TCP, b"")
+            one.received(Transport.TCP, b"")
         with pytest.raises(ProtocolError, match="out of turn"):
             dialler().unix_opened(credentials())
-        with pytest.raises(ProtocolError, match="wrong leg"):
-            listener().received(Leg.UNIX, sent(*dialler().start()), credentials())
+        with pytest.raises(ProtocolError, match="wrong transport"):
+            listener().received(Transport.UNIX, sent(*dialler().start()), credentials())
         with pytest.raises(ProtocolError, match="expected a 'hello', not a 'prove'"):
-            listener().received(Leg.TCP, codec.encode("prove", {}))
+            listener().received(Transport.TCP, codec.encode("prove", {}))
 
-    def test_a_welcome_on_the_other_leg(self) -> None:
+    def test_a_welcome_on_the_other_transport(self) -> None:
         one, other = dialler(SECRET), listener(SECRET)
-        one.received(Leg.TCP, sent(*other.received(Leg.TCP, sent(*one.start()))))
-        welcome = other.received(Leg.UNIX, sent(*one.unix_opened(credentials())), credentials())[0]
-        with pytest.raises(ProtocolError, match="wrong leg"):
-            one.received(Leg.TCP, sent(welcome))
+        one.received(Transport.TCP, sent(*other.received(Transport.TCP, sent(*one.start()))))
+        welcome = other.received(Transport.UNIX, sent(*one.unix_opened(credentials())), credentials())[0]
+        with pytest.raises(ProtocolError, match="wrong transport"):
+            one.received(Transport.TCP, sent(welcome))
 
-    def test_a_proof_for_the_other_leg(self) -> None:
+    def test_a_proof_for_the_other_transport(self) -> None:
         one, other = dialler(SECRET), listener(SECRET)
-        one.received(Leg.TCP, sent(*other.received(Leg.TCP, sent(*one.start()))))
+        one.received(Transport.TCP, sent(*other.received(Transport.TCP, sent(*one.start()))))
         proof = sent(*one.unix_opened(credentials()))
         with pytest.raises(AuthenticationError):
-            other.received(Leg.TCP, proof)
+            other.received(Transport.TCP, proof)
 
     def test_for_ever_after(self) -> None:
         one, other = dialler(), listener()
         with pytest.raises(ProtocolError) as first:
-            other.received(Leg.TCP, b"nonsense")
+            other.received(Transport.TCP, b"nonsense")
         with pytest.raises(ProtocolError) as second:
-            other.received(Leg.TCP, sent(*one.start()))
+            other.received(Transport.TCP, sent(*one.start()))
         assert first.value is second.value
 
     def test_a_second_handshake_with_the_same_machines(self) -> None:
@@ -319,7 +327,7 @@ class TestRefuses:
         with pytest.raises(ProtocolError):
             one.start()
         with pytest.raises(ProtocolError):
-            other.received(Leg.UNIX, outcome.messages[2], credentials())
+            other.received(Transport.UNIX, outcome.messages[2], credentials())
 
 
 class TestRefusal:
@@ -446,19 +454,19 @@ def test_reflection() -> None:
     """A listener without the secret sends the dialler's own words back."""
     for scope in (HERE, ELSEWHERE):
         one = dialler(SECRET, scope=scope)
-        answer = sent(*listener(b"other").received(Leg.TCP, sent(*one.start())))
-        actions = one.received(Leg.TCP, answer)
+        answer = sent(*listener(b"other").received(Transport.TCP, sent(*one.start())))
+        actions = one.received(Transport.TCP, answer)
         if isinstance(actions[0], OpenUnix):
             actions = one.unix_opened(credentials())
         [proof] = actions
         assert isinstance(proof, Send)
         body = codec.decode(proof.message).body
         with pytest.raises((AuthenticationError, InvalidArgumentError)):
-            one.received(proof.leg, codec.encode("welcome", body))
+            one.received(proof.transport, codec.encode("welcome", body))
 
 
 class Attack(NamedTuple):
-    """Somebody delivers an old message, changed or not, to some machine, over some leg."""
+    """Somebody delivers an old message, changed or not, to some machine, over some transport."""
 
     to: int
     age: int  # 0 is the newest message
@@ -489,13 +497,13 @@ class Pair:
         (to_listener, what), self.under_way = self.under_way, None
         if isinstance(what, OpenUnix):
             return self.react(True, self.dialler.unix_opened(credentials()))
-        return self.deliver(to_listener, what.leg, what.message)
+        return self.deliver(to_listener, what.transport, what.message)
 
-    def deliver(self, to_listener: bool, leg: Leg, raw: bytes) -> Established | None:
+    def deliver(self, to_listener: bool, transport: Transport, raw: bytes) -> Established | None:
         if to_listener:
-            seen = credentials() if leg is Leg.UNIX else None
-            return self.react(False, self.listener.received(leg, raw, seen))
-        return self.react(True, self.dialler.received(leg, raw))
+            seen = credentials() if transport is Transport.UNIX else None
+            return self.react(False, self.listener.received(transport, raw, seen))
+        return self.react(True, self.dialler.received(transport, raw))
 
 
 @settings(max_examples=500, deadline=None)
@@ -523,24 +531,24 @@ def test_whatever_is_done_to_two_handshakes_nobody_is_deceived(
     for move in moves:
         pair = pairs[move if isinstance(move, int) else move.to % 2]
         to_listener = pair.under_way is not None and pair.under_way[0]
-        leg = None
+        transport = None
         try:
             if isinstance(move, int):
                 established = pair.go_on()
             else:
-                to_listener, leg = move.to < 2, Leg.UNIX if move.over_unix else Leg.TCP
+                to_listener, transport = move.to < 2, Transport.UNIX if move.over_unix else Transport.TCP
                 raw = said[-1 - move.age % len(said)]
                 if move.change is not None:
                     at = move.change[0] % len(raw)
                     raw = raw[:at] + bytes([raw[at] ^ move.change[1]]) + raw[at + 1 :]
-                established = pair.deliver(to_listener, leg, raw)
+                established = pair.deliver(to_listener, transport, raw)
         except HixlError:
             continue
         if pair.under_way is not None and isinstance(pair.under_way[1], Send):
             said.append(pair.under_way[1].message)
         if established is not None:
             event(f"established at the {'listener' if to_listener else 'dialler'}")
-            assert not (secret is None and established.leg is Leg.TCP)
+            assert not (secret is None and established.transport is Transport.TCP)
             mine = (pair.listener if to_listener else pair.dialler)._transcript
             theirs = [(one.dialler if to_listener else one.listener)._transcript for one in pairs]
             heard = 3 if to_listener else 4

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from hixl_async.control import codec, rendezvous
-from hixl_async.control.handshake import Sight
+from hixl_async.control import accept_limiter, codec, rendezvous
+from hixl_async.control import listener as listener_module
+from hixl_async.control.handshake import LocalView
 from hixl_async.control.process import LocalUser, start_time
 from hixl_async.control.rendezvous import RendezvousName
 from hixl_async.errors import ConnectError, PeerDownError, ProtocolError
@@ -31,13 +32,13 @@ def name_of(host: Host) -> RendezvousName:
     return host.listener._rendezvous.name
 
 
-def real_sight() -> Sight:
-    return Sight(rendezvous.Scope.current(None), LocalUser.current(), start_time(), PATH)
+def real_view() -> LocalView:
+    return LocalView(rendezvous.Scope.current(None), LocalUser.current(), start_time(), PATH)
 
 
 def hello() -> bytes:
     one = dialler()
-    one._sight = real_sight()
+    one._view = real_view()
     return one.start()[0].message  # type: ignore[union-attr]
 
 
@@ -147,7 +148,7 @@ class TestNonsense:
             stranger.close()
 
 
-class TestUnixLeg:
+class TestUnixTransport:
     async def test_for_a_handshake_that_is_unknown(self, listen: HostFactory) -> None:
         host = await listen()
         sock = await unix_stranger(host)
@@ -159,7 +160,7 @@ class TestUnixLeg:
         host = await listen(secret=SECRET)
         stranger = await Stranger.connect(host.address)
         one = dialler(SECRET)
-        one._sight = real_sight()
+        one._view = real_view()
         await stranger.send(codec.frame(one.start()[0].message))  # type: ignore[union-attr]
         answer = await stranger.receive()
         sock = await unix_stranger(host)
@@ -183,7 +184,7 @@ class TestUnixLeg:
         said = [await closed(sock) for sock in socks]
         # The first one is refused for what it says, the second one because it is the second one or too late.
         assert b"refuse" in said[0]
-        assert b"Unix leg" in said[1]
+        assert b"Unix socket" in said[1]
         await stranger.closed()
         stranger.close()
 
@@ -223,7 +224,7 @@ class TestUnixLeg:
         assert b"took longer than 0.05 s" in await closed(sock)
         assert isinstance(await host.refused.get(), ConnectError)
 
-    async def test_whose_tcp_leg_is_gone(self, listen: HostFactory) -> None:
+    async def test_whose_tcp_transport_is_gone(self, listen: HostFactory) -> None:
         host = await listen()
         stranger = await Stranger.connect(host.address)
         await stranger.send(codec.frame(hello()))
@@ -247,25 +248,49 @@ class TestExhaustion:
         for _ in silent:
             assert "took longer than 0.05 s" in str(await host.refused.get())
 
-    async def test_the_silent_do_not_keep_others_out(self, listen: HostFactory) -> None:
-        host = await listen(max_handshakes=4, handshake_timeout=60)
-        silent = [await Stranger.connect(host.address) for _ in range(12)]
-        loop = asyncio.get_running_loop()
-        before = loop.time()
+    async def test_the_silent_do_not_keep_others_out(
+        self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Their places are taken at once by those that come later; a patience of a minute would show."""
+        monkeypatch.setattr(accept_limiter, "_MOST_WAITING", 4)
+        monkeypatch.setattr(listener_module, "_MAX_HANDSHAKES", 2)
+        monkeypatch.setattr(listener_module, "_PATIENCE", 60.0)
+        host = await listen(handshake_timeout=60)
+        silent = [await Stranger.connect(host.address) for _ in range(50)]
         assert (await host.dial(timeout=20)).same_host
-        assert loop.time() - before < 10  # twelve are shown out in three turns of 0.25 s
+        assert host.listener._accepting[0].silent <= 4
         for stranger in silent:
             stranger.close()
 
-    async def test_the_silent_on_the_unix_socket_do_not_keep_others_out(self, listen: HostFactory) -> None:
-        host = await listen(max_handshakes=4, handshake_timeout=60)
+    async def test_the_silent_on_the_unix_socket_do_not_keep_others_out(
+        self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(accept_limiter, "_MOST_WAITING", 4)
+        monkeypatch.setattr(listener_module, "_PATIENCE", 60.0)
+        host = await listen(handshake_timeout=60)
         silent = [await unix_stranger(host) for _ in range(12)]
         assert (await host.dial(timeout=20)).same_host
         for sock in silent:
             sock.close()
 
-    async def test_a_thousand_at_once(self, listen: HostFactory, stalls: Stalls, many_descriptors: None) -> None:
-        host = await listen(max_handshakes=16, handshake_timeout=60)
+    async def test_those_that_stop_in_the_middle_do_not_keep_others_out(
+        self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(listener_module, "_MAX_HANDSHAKES", 4)
+        monkeypatch.setattr(listener_module, "_PATIENCE", 0.02)
+        host = await listen(handshake_timeout=60)
+        strangers = [await Stranger.connect(host.address) for _ in range(12)]
+        for stranger in strangers:
+            await stranger.send(b"\0\0")
+        assert (await host.dial(timeout=20)).same_host
+        for stranger in strangers:
+            stranger.close()
+
+    async def test_a_thousand_at_once(
+        self, listen: HostFactory, stalls: Stalls, many_descriptors: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(accept_limiter, "_MOST_WAITING", 16)
+        host = await listen(handshake_timeout=60)
         before = len(os.listdir("/proc/self/fd"))
 
         def connect() -> list[socket.socket]:
@@ -277,13 +302,13 @@ class TestExhaustion:
 
         crowd = await asyncio.to_thread(connect)
         await passes(50)
-        # Sixteen of them have a descriptor on our side, the others wait in the kernel.
+        # Sixteen of them have a descriptor on our side; the others wait in the kernel or were refused.
         assert len(os.listdir("/proc/self/fd")) - before <= 1000 + 2 * 16
         await asyncio.to_thread(leave)
         stalls.reset()
         assert (await host.dial(timeout=30)).same_host
         assert stalls.longest < 0.05
-        assert len(host.listener._doors[0]) <= 16
+        assert host.listener._accepting[0].silent <= 16
 
     async def test_a_flood_before_authentication(self, listen: HostFactory, stalls: Stalls) -> None:
         host = await listen()
@@ -301,17 +326,17 @@ class TestExhaustion:
         assert (await host.pair())[0].same_host
         assert stalls.longest < 0.05
 
-    @pytest.mark.parametrize("leg", ["unix", "tcp"])
+    @pytest.mark.parametrize("transport", ["unix", "tcp"])
     async def test_a_flood_of_the_worst_messages(
-        self, listen: HostFactory, stalls: Stalls, monkeypatch: pytest.MonkeyPatch, leg: str
+        self, listen: HostFactory, stalls: Stalls, monkeypatch: pytest.MonkeyPatch, transport: str
     ) -> None:
         """Whoever has authenticated can make us read; never much of it at a time."""
         host = await listen(secret=SECRET)
-        if leg == "tcp":
+        if transport == "tcp":
             elsewhere(monkeypatch)
         mine, theirs = await host.pair()
         inbox = Inbox(theirs)
-        data = codec.encode("x", {"a": [{str(number): 0} for number in range(2000)] + [1] * 20_000})
+        data = codec.encode("x", {"a": [{str(number): 0} for number in range(2000)] + [1] * 12_000})
 
         def flood() -> None:
             channel = mine._channel
@@ -336,7 +361,7 @@ class TestExhaustion:
             stranger.close()
         for _ in range(300):
             assert isinstance(await host.refused.get(), PeerDownError)
-        await host.listener._doors[0].wait_empty()
+        await host.listener._accepting[0].wait_empty()
         assert len(os.listdir("/proc/self/fd")) == before
 
     async def test_handshakes_are_forgotten(self, listen: HostFactory) -> None:
@@ -348,7 +373,7 @@ class TestExhaustion:
             await stranger.receive()
             stranger.close()
             await host.refused.get()
-        for door in host.listener._doors:
-            await door.wait_empty()
-            assert len(door) == 0
-        assert not host.listener._answers
+        for limiter in host.listener._accepting:
+            await limiter.wait_empty()
+            assert len(limiter) == 0
+        assert not host.listener._replies

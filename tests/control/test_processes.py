@@ -95,7 +95,7 @@ class TestAnotherProcess:
             assert fact == {
                 "event": "connected",
                 "same_host": True,
-                "detour": "",
+                "fallback": "",
                 "credentials": [os.getpid(), os.geteuid(), os.getegid()],
             }
             inbox = Inbox(theirs)
@@ -240,7 +240,7 @@ class TestOtherNamespaces:
             fact = await other.says()
             assert fact["event"] == "connected", fact
             assert not fact["same_host"]
-            assert "different network namespaces" in fact["detour"]
+            assert "different network namespaces" in fact["fallback"]
             theirs = await host.connections.get()
             inbox = Inbox(theirs)
             theirs.send("n", {"a": 1})

@@ -57,8 +57,8 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     pair = Pair(p, d, to_d, to_p, source, target)
     yield pair
     to_d.resume(), to_p.resume()
-    for flight in p.flights:
-        flight.release()
+    for transfer in p.transfers:
+        transfer.release()
     await asyncio.gather(source.aclose(timeout=1), target.aclose(timeout=1))
     for pool in (source, target):
         free, reserved, quarantined, waiting = pool.statistics()

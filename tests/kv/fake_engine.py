@@ -239,7 +239,7 @@ class Engine:
         self.peers: list[Peer] = []
         self.handlers: dict[str, Callable[[Peer, dict[str, Any]], dict[str, Any]]] = {}
         self.hold = False
-        self.flights: list[Transfer] = []
+        self.transfers: list[Transfer] = []
         self.took_off = asyncio.Event()
 
     def allocate(self, name: str, size: int, *, access: str = "none", grant: Any = None) -> Region:
@@ -261,16 +261,16 @@ class Engine:
         if batch.local.memory.closed:
             raise ClosedError("region closed")
         transfer = Transfer(self, batch, signal)
-        self.flights.append(transfer)
+        self.transfers.append(transfer)
         self.took_off.set()
         if not self.hold:
             transfer.land()
             transfer.release()
         return transfer
 
-    async def reaches(self, flights: int) -> None:
+    async def reaches(self, transfers: int) -> None:
         """Wait until so many transfers have started."""
-        while len(self.flights) < flights:
+        while len(self.transfers) < transfers:
             self.took_off.clear()
             await self.took_off.wait()
 

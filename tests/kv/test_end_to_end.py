@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import warnings
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ import pytest
 import hixl_async as hx
 from hixl_async import Engine, InvalidArgumentError, RangeError
 from hixl_async.kv import Layout, Pool
-from hixl_async.testing import engine_pair
+from hixl_async.testing import engine_pair, until
 
 LAYOUT = hx.kv.Layout(layers=8, kv_heads=3, head_dim=64, dtype="bfloat16", block_tokens=16)
 BLOCKS = 96
@@ -211,6 +213,24 @@ async def test_no_byte_comes_after_the_fence() -> None:
                     view[:] = 2
                     await out.aclose()
                     assert (view == 2).all()
+
+
+async def test_what_the_program_loses_comes_back(pools: Pools) -> None:
+    async def lose() -> None:
+        blocks, source = await pools.target.reserve(blocks=4), await pools.source.reserve(blocks=4)
+        out = await pools.source.open_stream(pools.peer, blocks.ticket())
+        out.push(0, source[0])
+        Pool(pools.target.engine, LAYOUT, blocks=1, name="lost")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        await lose()
+        gc.collect()
+    assert [warning.category for warning in caught] == [ResourceWarning] * 4
+    async with asyncio.timeout(5):
+        async with pools.target.reserve(blocks=BLOCKS), pools.source.reserve(blocks=BLOCKS):
+            pass
+    await until(lambda: set(pools.target.engine.regions) == {"kv", "kv.signals"})
 
 
 # ---- what cannot be meant ----

@@ -107,12 +107,6 @@ def test_dtypes_of_torch(name: str) -> None:
     assert Layout(1, 1, 1, dtype, 1).item_bytes == dtype.itemsize
 
 
-def test_dtypes_of_ml_dtypes() -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    for dtype in (ml_dtypes.bfloat16, numpy.dtype(ml_dtypes.bfloat16)):
-        assert Layout(1, 1, 1, dtype, 1).dtype == "bfloat16"
-
-
 @pytest.mark.parametrize("dtype", [float, int, bool, object(), numpy.dtype("V3"), numpy.dtype(">f4"), 1.5, True, [2]])
 def test_dtypes_that_say_nothing_certain_are_refused(dtype: object) -> None:
     """Python's own ``float`` is 64 bits wide in numpy and 32 in torch."""

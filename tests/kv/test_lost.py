@@ -49,7 +49,7 @@ async def test_lost_blocks_come_back(pair: Pair) -> None:
     assert pair.target.statistics() == (16, 0, 0, 0)
 
 
-async def test_a_task_that_is_cancelled_between_two_reservations_loses_none(pair: Pair) -> None:
+async def test_a_task_that_is_cancelled_between_two_reservations_loses_no_blocks(pair: Pair) -> None:
     waiting = asyncio.Event()
 
     with lost("pool 'kv'"):
@@ -84,8 +84,8 @@ async def test_lost_blocks_are_quarantined_while_a_peer_may_write_them(pair: Pai
             del blocks
         await settle()
         assert pair.target.statistics() == (14, 0, 2, 0)
-        pair.p.flights[0].land()
-        pair.p.flights[0].release()
+        pair.p.transfers[0].land()
+        pair.p.transfers[0].release()
         with pytest.raises(StreamAbortedError, match="the consumer lost its blocks"):
             await out.finished()
         await settle()
@@ -119,9 +119,9 @@ async def test_lost_source_blocks_stay_until_their_pushes_are_drained(pair: Pair
             del source
         await settle()
         assert pair.source.statistics() == (14, 0, 2, 0)
-        for flight in pair.p.flights:
-            flight.land()
-            flight.release()
+        for transfer in pair.p.transfers:
+            transfer.land()
+            transfer.release()
         await out.finished()
         assert pair.source.statistics() == (16, 0, 0, 0)
         assert pair.layer(pair.target, blocks.ids[:1], 3)[0] == 5
@@ -171,8 +171,8 @@ async def test_a_push_stream_with_all_layers_ends_by_itself(pair: Pair) -> None:
                 out.push(layer, source[layer])
             del out
         for number in range(LAYOUT.layers):
-            pair.p.flights[number].land()
-            pair.p.flights[number].release()
+            pair.p.transfers[number].land()
+            pair.p.transfers[number].release()
         await blocks.stream().finished()
 
 
@@ -186,7 +186,7 @@ async def test_a_lost_pool_is_closed(pair: Pair) -> None:
     assert pair.d.regions["other.signals"].closed
 
 
-async def test_a_pool_is_there_as_long_as_what_was_made_of_it(pair: Pair) -> None:
+async def test_a_pool_lives_as_long_as_its_blocks_and_streams(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as target:
         pool = Pool(pair.p, LAYOUT, blocks=4, name="other")
         with quiet():
@@ -256,7 +256,7 @@ async def test_a_stream_aborts_at_the_call(pair: Pair, side: str) -> None:
             assert await end.abort() == await asyncio.create_task(end.abort()) == Outcome(Verdict.ABORTED, "enough")
 
 
-async def test_what_closes_is_awaited_in_every_way(pair: Pair) -> None:
+async def test_closing_can_be_awaited_in_every_way(pair: Pair) -> None:
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
         for way in (asyncio.create_task, asyncio.ensure_future, group.create_task, asyncio.shield, asyncio.gather):
             blocks = await pair.target.reserve(blocks=2)
@@ -278,7 +278,7 @@ async def test_cancelling_the_wait_for_a_pool_does_not_stop_its_closing(pair: Pa
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    pair.p.flights[0].release()
+    pair.p.transfers[0].release()
     await pair.target.aclose()
     assert pair.d.handlers == {}
     await out.aclose()

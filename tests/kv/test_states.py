@@ -22,7 +22,7 @@ from hixl_async.kv.states import ConsumerState, Phase, ProducerState
 LAYERS = 3
 
 
-class Flight:
+class Transfer:
     """The driver's work for one layer: write, perhaps store the word, report, release."""
 
     def __init__(self, layer: int) -> None:
@@ -45,7 +45,7 @@ class Streaming(RuleBasedStateMachine):
         self.to_producer: deque[str | Abort | Outcome] = deque()
         self.past: list[End | Abort | Outcome] = []
         self.words: set[int] = set()
-        self.flights: list[Flight] = []
+        self.transfers: list[Transfer] = []
         self.connected = True
         self.dead = False
         self.gave_up = self.timed_out = False
@@ -69,8 +69,8 @@ class Streaming(RuleBasedStateMachine):
         state = self.producer
         state.conclude()
         if state.stopping is not None:
-            for flight in self.flights:
-                flight.cancelled = True
+            for transfer in self.transfers:
+                transfer.cancelled = True
         lost = state.outcome is not None and state.outcome.verdict is Verdict.LOST
         if state.phase is Phase.CONCLUDING and state.drained and not state.end_sent and not lost:
             self.to_consumer.append(state.end("id"))
@@ -87,7 +87,7 @@ class Streaming(RuleBasedStateMachine):
             return
         self.producer.push(layer)
         if self.producer.start(layer):
-            self.flights.append(Flight(layer))
+            self.transfers.append(Transfer(layer))
 
     @precondition(lambda self: self.opened and not self.dead)
     @rule()
@@ -104,44 +104,44 @@ class Streaming(RuleBasedStateMachine):
 
     # ---- the driver ----
 
-    def flying(self, wanted: str) -> list[Flight]:
+    def pending(self, wanted: str) -> list[Transfer]:
         if self.dead:
             return []
         tests = {
-            "writing": lambda flight: flight.writing,
-            "unreported": lambda flight: not flight.writing and not flight.reported,
-            "unreleased": lambda flight: flight.reported and not flight.released,
+            "writing": lambda transfer: transfer.writing,
+            "unreported": lambda transfer: not transfer.writing and not transfer.reported,
+            "unreleased": lambda transfer: transfer.reported and not transfer.released,
         }
-        return [flight for flight in self.flights if tests[wanted](flight)]
+        return [transfer for transfer in self.transfers if tests[wanted](transfer)]
 
-    @precondition(lambda self: self.flying("writing"))
+    @precondition(lambda self: self.pending("writing"))
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:
-        flight = data.draw(st.sampled_from(self.flying("writing")))
-        flight.writing = False
-        self.words.add(flight.layer)
+        transfer = data.draw(st.sampled_from(self.pending("writing")))
+        transfer.writing = False
+        self.words.add(transfer.layer)
 
-    @precondition(lambda self: any(flight.cancelled for flight in self.flying("writing")))
+    @precondition(lambda self: any(transfer.cancelled for transfer in self.pending("writing")))
     @rule(data=st.data())
     def stop_writing(self, data: st.DataObject) -> None:
-        flight = data.draw(st.sampled_from([flight for flight in self.flying("writing") if flight.cancelled]))
-        flight.writing = False
+        transfer = data.draw(st.sampled_from([transfer for transfer in self.pending("writing") if transfer.cancelled]))
+        transfer.writing = False
 
-    @precondition(lambda self: self.flying("unreported"))
+    @precondition(lambda self: self.pending("unreported"))
     @rule(data=st.data())
     def report(self, data: st.DataObject) -> None:
-        flight = data.draw(st.sampled_from(self.flying("unreported")))
-        flight.reported = True
-        if flight.layer in self.words and not flight.cancelled:
-            self.producer.land(flight.layer)
+        transfer = data.draw(st.sampled_from(self.pending("unreported")))
+        transfer.reported = True
+        if transfer.layer in self.words and not transfer.cancelled:
+            self.producer.land(transfer.layer)
         self.conclude()
 
-    @precondition(lambda self: self.flying("unreleased"))
+    @precondition(lambda self: self.pending("unreleased"))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        flight = data.draw(st.sampled_from(self.flying("unreleased")))
-        flight.released = True
-        self.producer.release(flight.layer)
+        transfer = data.draw(st.sampled_from(self.pending("unreleased")))
+        transfer.released = True
+        self.producer.release(transfer.layer)
         self.conclude()
 
     # ---- the consumer ----
@@ -250,7 +250,7 @@ class Streaming(RuleBasedStateMachine):
     @invariant()
     def fenced_blocks_are_not_written(self) -> None:
         if self.consumer.fenced and not self.dead:
-            assert not self.flying("writing")
+            assert not self.pending("writing")
 
     @invariant()
     def landed_is_written(self) -> None:
@@ -266,17 +266,17 @@ class Streaming(RuleBasedStateMachine):
                 self.deliver_to_producer()
             if self.opened and not self.dead and not self.producer.complete:
                 self.producer.stop("left")
-            for flight in self.flights if not self.dead else ():
-                if flight.writing:
-                    flight.writing = False
-                    if not flight.cancelled:
-                        self.words.add(flight.layer)
-                if not flight.reported:
-                    flight.reported = True
-                    if flight.layer in self.words and not flight.cancelled:
-                        self.producer.land(flight.layer)
-                flight.released = True
-                self.producer.release(flight.layer)
+            for transfer in self.transfers if not self.dead else ():
+                if transfer.writing:
+                    transfer.writing = False
+                    if not transfer.cancelled:
+                        self.words.add(transfer.layer)
+                if not transfer.reported:
+                    transfer.reported = True
+                    if transfer.layer in self.words and not transfer.cancelled:
+                        self.producer.land(transfer.layer)
+                transfer.released = True
+                self.producer.release(transfer.layer)
             self.conclude()
             while self.to_consumer:
                 self.deliver_to_consumer()

@@ -115,16 +115,16 @@ async def test_reading_a_layer_before_it_landed_raises(pair: Pair) -> None:
             for layer in range(4):
                 out.push(layer, source[layer])
             for layer in (0, 1, 3):
-                pair.p.flights[layer].land()
+                pair.p.transfers[layer].land()
                 await stream.layer(layer)
                 stream.check(layer)
             with pytest.raises(BusyError):
                 stream.check(2)
-            pair.p.flights[2].land()
+            pair.p.transfers[2].land()
             await stream.layer(2)
             stream.check(2)
-            for flight in pair.p.flights:
-                flight.release()
+            for transfer in pair.p.transfers:
+                transfer.release()
         for wrong in (-1, 4):
             with pytest.raises(RangeError):
                 stream.check(wrong)
@@ -140,10 +140,10 @@ async def test_no_signal_without_its_data(pair: Pair) -> None:
             async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
                 out.push(0, source[0])
                 out.push(1, source[1])
-                pair.p.flights[1].write()
-                pair.p.flights[1].fail(TransferError("boom"))
-                pair.p.flights[0].release()
-                pair.p.flights[1].release()
+                pair.p.transfers[1].write()
+                pair.p.transfers[1].fail(TransferError("boom"))
+                pair.p.transfers[0].release()
+                pair.p.transfers[1].release()
                 await out.finished()
         assert isinstance(caught.value.__cause__, TransferError)
         with pytest.raises(StreamAbortedError, match="boom"):
@@ -239,7 +239,7 @@ async def test_an_exception_inside_aborts_and_is_raised_unchanged(pair: Pair) ->
         with pytest.raises(StreamAbortedError, match="ZeroDivisionError: in batch 3 of 5"):
             await blocks.stream().finished()
         await blocks.fenced()
-    assert len(pair.p.flights) == 1
+    assert len(pair.p.transfers) == 1
 
 
 async def test_layouts_that_differ(pair: Pair) -> None:
@@ -302,17 +302,17 @@ async def test_aborted_blocks_are_not_lent_while_a_late_write_may_come(pair: Pai
     assert pair.target.statistics() == (14, 0, 2, 0)
     with pytest.raises(StreamAbortedError, match="client went away"):
         out.push(3, source[3])
-    assert all(flight.cancelled() for flight in pair.p.flights)
-    assert len(pair.p.flights) == 3, "what had not started never starts"
+    assert all(transfer.cancelled() for transfer in pair.p.transfers)
+    assert len(pair.p.transfers) == 3, "what had not started never starts"
     fenced = asyncio.create_task(blocks.fenced())
     pair.fill(source.ids, 2, 99)
-    pair.p.flights[2].land()  # late, and harmless
+    pair.p.transfers[2].land()  # late, and harmless
     await settle()
     assert not fenced.done()
     waiter = asyncio.ensure_future(pair.target.reserve(blocks=16))
-    for flight in pair.p.flights:
+    for transfer in pair.p.transfers:
         assert not waiter.done()
-        flight.release()
+        transfer.release()
         await settle()
     await fenced
     everything = await waiter
@@ -329,7 +329,7 @@ async def test_both_sides_abort_at_once(pair: Pair) -> None:
         out.push(0, source[0])
         mine, theirs = asyncio.create_task(out.abort("p")), asyncio.create_task(blocks.stream().abort("d"))
         await settle()
-        pair.p.flights[0].release()
+        pair.p.transfers[0].release()
         assert (await mine).verdict is (await theirs).verdict is Verdict.ABORTED
         assert out.outcome == blocks.stream().outcome
         await blocks.fenced()
@@ -341,16 +341,16 @@ async def test_an_abort_that_comes_after_the_last_layer_has_landed_finds_it_fini
         out = await pair.source.open_stream(pair.to_d, blocks.ticket())
         for layer in range(4):
             out.push(layer, source[layer])
-        for flight in pair.p.flights:
-            flight.write()
-            flight.store()
+        for transfer in pair.p.transfers:
+            transfer.write()
+            transfer.store()
         mine = asyncio.create_task(out.abort("too late"))
         await settle()
-        assert all(flight.cancelled() for flight in pair.p.flights)
+        assert all(transfer.cancelled() for transfer in pair.p.transfers)
         outcome = await blocks.stream().abort("also too late")
         assert outcome.verdict is Verdict.FINISHED
-        for flight in pair.p.flights:
-            flight.release()
+        for transfer in pair.p.transfers:
+            transfer.release()
         assert (await mine).verdict is Verdict.FINISHED
         await out.finished()
 
@@ -399,7 +399,7 @@ async def test_leaving_an_open_stream_quarantines_until_the_acknowledgement(pair
         out.push(0, source[0])
     assert pair.target.statistics() == (14, 0, 2, 0)
     await settle()
-    pair.p.flights[0].release()
+    pair.p.transfers[0].release()
     with pytest.raises(StreamAbortedError, match="gave its blocks back"):
         await out.finished()
     await settle()
@@ -419,12 +419,12 @@ async def test_source_blocks_stay_until_the_last_layer_is_drained(pair: Pair) ->
         assert pair.source.statistics() == (14, 0, 2, 0), "leaving did not wait"
         ready.set()
         await pair.p.reaches(4)
-        for flight in pair.p.flights:
-            flight.land()
+        for transfer in pair.p.transfers:
+            transfer.land()
         await settle()
         assert pair.source.statistics() == (14, 0, 2, 0), "landed, but not drained"
-        for flight in pair.p.flights:
-            flight.release()
+        for transfer in pair.p.transfers:
+            transfer.release()
         await out.finished()
         assert pair.source.statistics() == (16, 0, 0, 0)
         for layer in range(4):
@@ -445,11 +445,11 @@ async def test_a_stall_fails_the_stream_but_returns_no_block(pair: Pair) -> None
         with pytest.raises(TransferTimeoutError, match="no new layer"):
             await collect(blocks.stream())
     assert pair.target.statistics() == (14, 0, 2, 0)
-    pair.p.flights[0].land()  # it goes on, and finishes its copy
+    pair.p.transfers[0].land()  # it goes on, and finishes its copy
     pair.to_d.resume()
     await settle()
     assert pair.target.statistics() == (14, 0, 2, 0)
-    pair.p.flights[0].release()
+    pair.p.transfers[0].release()
     await settle()
     assert pair.target.statistics() == (16, 0, 0, 0)
     assert (await out.abort()).verdict is Verdict.ABORTED
@@ -464,8 +464,8 @@ async def test_progress_renews_the_stall(pair: Pair) -> None:
             for layer in range(4):
                 await asyncio.sleep(0.08)
                 out.push(layer, source[layer])
-                pair.p.flights[layer].land()
-                pair.p.flights[layer].release()
+                pair.p.transfers[layer].land()
+                pair.p.transfers[layer].release()
         await blocks.stream().finished()
 
 
@@ -477,13 +477,13 @@ async def test_a_late_stall_timer_looks_at_the_words_first(pair: Pair) -> None:
             pair.to_p.signals.clear()  # changes of the words go unnoticed
             for layer in range(4):
                 out.push(layer, source[layer])
-            pair.p.flights[0].store()
+            pair.p.transfers[0].store()
             await asyncio.sleep(0.07)
             assert blocks.stream().landed == (0,)
             assert blocks.stream().outcome is None
-            for flight in pair.p.flights:
-                flight.land()
-                flight.release()
+            for transfer in pair.p.transfers:
+                transfer.land()
+                transfer.release()
         await blocks.stream().finished()
 
 
@@ -505,7 +505,7 @@ async def test_a_lost_producer(pair: Pair, dead: bool) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         out = await pair.source.open_stream(pair.to_d, blocks.ticket())
         out.push(0, source[0])
-        pair.p.flights[0].land()
+        pair.p.transfers[0].land()
         out.push(1, source[1])
         pair.to_p.lose(dead=dead)
         with pytest.raises(PeerLostError) as caught:
@@ -514,8 +514,8 @@ async def test_a_lost_producer(pair: Pair, dead: bool) -> None:
         await blocks.stream().layer(0)
         pair.to_d.lose(dead=False)
         await settle()
-        for flight in pair.p.flights:
-            flight.release()
+        for transfer in pair.p.transfers:
+            transfer.release()
         with pytest.raises(PeerLostError):
             await out.finished()
     assert pair.target.statistics() == ((16, 0, 0, 0) if dead else (14, 0, 2, 0))
@@ -549,8 +549,8 @@ async def test_a_lost_consumer(pair: Pair) -> None:
                 with pytest.raises(PeerLostError):
                     out.push(2, source[2])
                 await settle()
-                assert pair.p.flights[0].cancelled()
-                pair.p.flights[0].release()
+                assert pair.p.transfers[0].cancelled()
+                pair.p.transfers[0].release()
         pair.to_p.lose(dead=True)
 
 
@@ -565,8 +565,8 @@ async def test_the_producers_exit_is_bounded_if_nothing_drains(pair: Pair) -> No
                 await out.abort()
         await source.aclose()
         assert pair.source.statistics().quarantined == 2
-        for flight in pair.p.flights:
-            flight.release()
+        for transfer in pair.p.transfers:
+            transfer.release()
         await blocks.fenced()
         await settle()
         assert pair.source.statistics().quarantined == 0
@@ -617,7 +617,7 @@ class DeviceEvent:
 
 
 async def test_layers_do_not_share_the_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All at once would land together, at the end; so no more of them fly than keep the link busy."""
+    """All at once would land together, at the end; so only as many are in flight as keep the link busy."""
     monkeypatch.setattr(sender, "WINDOW", 0)
     pair.p.hold = True
     async with pair.target.reserve(tokens=11) as blocks, pair.source.reserve(tokens=11) as source:
@@ -626,12 +626,12 @@ async def test_layers_do_not_share_the_link(pair: Pair, monkeypatch: pytest.Monk
             for number, layer in enumerate((3, 1, 0, 2)):
                 pair.fill(source.ids, layer, layer + 1)
                 out.push(layer, source[layer])
-                assert len(pair.p.flights) == min(number + 1, 2)
-            for number, flying in enumerate((3, 4, 4, 4)):
-                pair.p.flights[number].land()
-                pair.p.flights[number].release()
+                assert len(pair.p.transfers) == min(number + 1, 2)
+            for number, started in enumerate((3, 4, 4, 4)):
+                pair.p.transfers[number].land()
+                pair.p.transfers[number].release()
                 await settle()
-                assert len(pair.p.flights) == flying
+                assert len(pair.p.transfers) == started
         assert stream.landed == (3, 1, 0, 2)
         for layer in range(4):
             assert pair.layer(pair.target, blocks.ids, layer) == pair.layer(pair.source, source.ids, layer)
@@ -721,7 +721,7 @@ async def test_push_from_the_compute_thread_wakes_the_loop_once_per_burst(pair: 
             thread.start()
             thread.join()  # the loop cannot run meanwhile: one burst
             assert len(wakes) == 1
-            assert pair.p.flights == []
+            assert pair.p.transfers == []
         await blocks.stream().finished()
         for layer in range(4):
             assert pair.layer(pair.target, blocks.ids[:1], layer)[0] == layer + 1

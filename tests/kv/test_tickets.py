@@ -50,7 +50,7 @@ async def test_a_changed_ticket_is_refused_and_nothing_is_written(pair: Pair, fi
                     out.push(layer, source[layer])
         await settle()
         await blocks.fenced() if blocks.stream().outcome else None
-    assert pair.p.flights == []
+    assert pair.p.transfers == []
     assert not any(pair.target.memory)
     assert pair.target.statistics() == (16, 0, 0, 0)
 
@@ -107,7 +107,7 @@ async def test_a_consumer_whose_tickets_are_wrong_is_not_written(pair: Pair, fie
         with pytest.raises(StreamAbortedError, match="could not open the stream"):
             await blocks.stream().finished()
         await blocks.fenced()
-    assert pair.p.flights == []
+    assert pair.p.transfers == []
 
 
 def test_the_digest_is_the_same_everywhere() -> None:

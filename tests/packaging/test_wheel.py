@@ -115,7 +115,7 @@ def test_every_driver_can_be_loaded(python: Path, tmp_path: Path) -> None:
 def test_it_holds_what_the_package_is_made_of(wheel: Path, python: Path) -> None:
     """All modules and stubs, the headers for drivers of other packages, and no file that was left behind."""
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        names = {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
     package = ROOT / "hixl_async"
     wanted = {
         str(path.relative_to(ROOT))
