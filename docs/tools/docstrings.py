@@ -59,7 +59,9 @@ def markdown(text: str, obj: griffe.Object, public: dict[str, str]) -> str:
     """
     text = _LITERAL.sub(_fence, text)
     owner = obj if isinstance(obj, griffe.Class) else obj.parent
-    parameters = {parameter.name for parameter in obj.parameters} if isinstance(obj, griffe.Function | griffe.Class) else ()
+    parameters = (
+        {parameter.name for parameter in obj.parameters} if isinstance(obj, griffe.Function | griffe.Class) else ()
+    )
 
     def link(match: re.Match[str]) -> str:
         name = match[1]
@@ -117,11 +119,10 @@ def _show_constructor(cls: griffe.Class) -> None:
 
 def _comment_above(obj: griffe.Object) -> str:
     """Return the ``#:`` lines above an attribute."""
-    if not isinstance(obj, griffe.Attribute) or obj.lineno is None or isinstance(obj.filepath, list):
+    if not isinstance(obj, griffe.Attribute) or obj.lineno is None or obj.filepath not in obj.lines_collection:
         return ""
-    source = obj.lines_collection[obj.filepath] if obj.filepath in obj.lines_collection else []
     found: list[str] = []
-    for line in reversed(source[: obj.lineno - 1]):
+    for line in reversed(obj.lines_collection[obj.filepath][: obj.lineno - 1]):
         if not line.lstrip().startswith("#:"):
             break
         found.insert(0, line.lstrip().removeprefix("#:").removeprefix(" "))

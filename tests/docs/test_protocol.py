@@ -11,7 +11,7 @@ import pytest
 
 from hixl_async import kv
 from hixl_async.control import ESTABLISHED_LIMIT, MAX_DESCRIPTORS, PROTOCOL_VERSION, codec
-from hixl_async.control.secret import Secret
+from hixl_async.control.identity import Secret
 
 from .pages import ROOT, blocks
 
