@@ -1,0 +1,147 @@
+"""Facts on pages that would go out of date unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hixl_async import Engine, InvalidArgumentError
+from hixl_async.cli import commands
+
+from .pages import PAGES, ROOT, blocks
+
+FOLDERS = "hixl_async|tests|docs|examples|benchmarks"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page: Any) -> None:
+    named = set(re.findall(rf"`((?:{FOLDERS})/[\w./]*)`", page.read_text()))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+async def test_options_of_the_shm_driver_are_those_in_the_table() -> None:
+    with pytest.raises(InvalidArgumentError, match="no option nonsense; there are") as caught:
+        await Engine(drivers={"shm": {"nonsense": 1}}).open()
+    known = set(str(caught.value).split("there are")[1].split())
+    assert known == set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/shm.md").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", ["info", "ping"])
+def test_options_of_the_command_are_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.main([command, "--help"])
+    options = set(re.findall(r"^ +(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    text = (ROOT / "docs/reference/command.md").read_text()
+    section = text.split(f"## hixl-async {command}")[1].split("\n## ")[0]
+    assert options == set(re.findall(r"^\| `(--[a-z-]+)", section, re.MULTILINE))
+
+
+# -- the recipe of the memory model
+
+
+@pytest.fixture
+def recipe() -> dict[str, Any]:
+    """What docs/concepts/memory-model.md defines."""
+    [block] = [block for block in blocks(ROOT / "docs/concepts/memory-model.md") if "async def read_row" in block.code]
+    namespace: dict[str, Any] = {"struct": struct}
+    exec(block.code.partition("\n\nrow = ")[0], namespace)
+    return namespace
+
+
+class Range:
+    """A range of memory that the fake engine below reads and writes."""
+
+    def __init__(self, memory: bytearray, start: int, stop: int) -> None:
+        self.memory, self.start, self.stop = memory, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, key: slice) -> Range:
+        start, stop, _ = key.indices(len(self))
+        return Range(self.memory, self.start + start, self.start + stop)
+
+
+class StepwiseEngine:
+    """An engine whose writes land byte by byte, in any order, each step of which lets others run."""
+
+    def __init__(self, order: random.Random) -> None:
+        self._order = order
+        #: Called between two bytes of a read: what another process does meanwhile.
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    async def write(self, data: bytes, where: Range, *, signal: tuple[Range, int] | None = None) -> None:
+        for offset in self._order.sample(range(len(data)), len(data)):
+            where.memory[where.start + offset] = data[offset]
+            await asyncio.sleep(0)
+        if signal is not None:  # atomic, and after the data
+            word, value = signal
+            word.memory[word.start : word.stop] = struct.pack("<Q", value)
+
+    async def read(self, buffer: bytearray, where: Range) -> None:
+        for offset in self._order.sample(range(len(where)), len(where)):
+            buffer[offset] = where.memory[where.start + offset]
+            self.meanwhile()
+
+
+def one_step(writing: Any) -> None:
+    """Run a coroutine up to its next step."""
+    try:
+        writing.send(None)
+    except StopIteration:
+        raise IndexError from None
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_row_that_is_read_is_never_torn(recipe: dict[str, Any], seed: int) -> None:
+    order = random.Random(seed)
+    memory = bytearray(16 + 8)
+    engine, slot = StepwiseEngine(order), Range(memory, 0, len(memory))
+
+    async def write_all() -> None:
+        for version in range(1, 5):
+            await recipe["publish"](engine, slot, version, bytes([version]) * 8)
+
+    writing, running = write_all(), True
+
+    def meanwhile() -> None:
+        nonlocal running
+        for _ in range(order.choice((0, 0, 1, 3, 20))):
+            if running:
+                try:
+                    one_step(writing)
+                except IndexError:
+                    running = False
+
+    engine.meanwhile = meanwhile
+    reading = recipe["read_row"](engine, slot)
+    with pytest.raises(StopIteration) as ended:
+        reading.send(None)
+    version, data = ended.value.value
+    assert data == bytes([version]) * 8
+    writing.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_same_reads_without_the_versions_are_torn(seed: int) -> None:
+    """The engine above does tear rows, so that the test above can fail."""
+    torn = 0
+    for repetition in range(20):
+        order = random.Random(100 * seed + repetition)
+        memory = bytearray(8)
+        engine = StepwiseEngine(order)
+        writing = engine.write(b"\1" * 8, Range(memory, 0, 8))
+        engine.meanwhile = lambda writing=writing: order.choice((lambda: None, lambda: one_step(writing)))()  # type: ignore[misc]
+        buffer = bytearray(8)
+        reading = engine.read(buffer, Range(memory, 0, 8))
+        with pytest.raises((StopIteration, RuntimeError)):
+            reading.send(None)
+        torn += len(set(buffer)) > 1
+        writing.close()
+    assert torn > 0
