@@ -2,13 +2,13 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from .core.batch cimport Batch
-from .core.in_flight cimport Flights
+from .core.in_flight cimport InFlightTable
 from .core.link cimport Driver, Link
 from .core.memory cimport LocalMemory, Slice
 from .core.transfer cimport Transfer
 
 
-cdef class Core(Flights):
+cdef class Core(InFlightTable):
     cdef int _place(self, LocalMemory memory, Driver driver) except -1
     cdef int _own(self, LocalMemory memory, char *address, uint64_t size, uint32_t rights) except -1
     cdef Transfer _single(self, uint32_t verb, object local, object remote, object notify, object signal,
@@ -20,4 +20,4 @@ cdef class Core(Flights):
     cdef int _attach_note(self, Transfer transfer, Driver driver, object notify) except -1
     cdef int _attach_signal(self, Transfer transfer, Driver driver, object signal) except -1
     cdef int _launch(self, Transfer transfer, object notify, object signal, object deadline, object priority) except -1
-    cdef int _fly_on_device(self, Transfer transfer, object deadline) except -1
+    cdef int _accept_on_device(self, Transfer transfer, object deadline) except -1

@@ -13,7 +13,7 @@ C4   Awaitables are resolved on the loop's thread alone.  A waiting task is resu
 C5   Cancelling ends the wait.  It never unpins memory.
 C6   Every descriptor is validated (alive, in bounds, right access, no overflow) before any is posted: all or nothing.
 C7   Close refuses new work, drains within a deadline, and leaks, loudly, what a device might still write.
-C8   A coroutine that only awaits what is finished (transfers, drains, groups, room, notifications) still yields: `credit`,
+C8   A coroutine that only awaits what is finished (transfers, drains, groups, room, notifications) still yields: `budget`,
      which work spends that finishes inside of a call.  A drain is capped: `burst`, DRAIN_NANOSECONDS.
 C9   An engine belongs to one loop; a foreign loop raises WrongLoopError.
 C10  After fork() the child's calls raise EngineForkedError and tear nothing down for the parent.
@@ -31,12 +31,12 @@ from cpython.number cimport PyNumber_Index
 from libc.math cimport INFINITY
 
 from .core.batch cimport Batch
-from .core.in_flight cimport Flights
+from .core.in_flight cimport InFlightTable
 from .core.link cimport Driver, Link, driver_error
 from .core.memory cimport (
     LocalMemory, Memory, Places, RemoteMemory, Slice, check_access, check_contents, check_reach, raise_gone, whole,
 )
-from .core.transfer cimport COST_NANOSECONDS, CREDIT, DONE, SMALL_BYTES, Transfer, hxa_now
+from .core.transfer cimport COST_NANOSECONDS, BUDGET, DONE, SMALL_BYTES, Transfer, hxa_now
 from .core.driver cimport *
 
 from . import errors
@@ -48,7 +48,7 @@ cdef dict PRIORITIES = {"low": HXA_PRIORITY_LOW, "normal": HXA_PRIORITY_NORMAL, 
 
 
 @cython.no_gc_clear
-cdef class Core(Flights):
+cdef class Core(InFlightTable):
     """What an `Engine` is made of: its memory, and what begins flights."""
 
     # -- memory
@@ -188,7 +188,7 @@ cdef class Core(Flights):
         transfer.desc.roff = right.offset
         transfer.desc.len = length
         transfer.remote = target
-        target.flights += 1
+        target.holds += 1
         transfer.batch.n = 1
         transfer.batch.desc = &transfer.desc
         transfer.batch.bytes = length
@@ -212,7 +212,7 @@ cdef class Core(Flights):
             check_reach(<LocalMemory>memory, link.driver)
             transfer.desc.loff += <uint64_t>memory.address
         transfer.local = memory
-        memory.flights += 1
+        memory.holds += 1
         return 0
 
     cdef uint64_t _pin_buffer(self, Transfer transfer, object local, uint32_t verb, Link link) except? <uint64_t>-1:
@@ -254,7 +254,7 @@ cdef class Core(Flights):
         transfer.desc.lmem = memory.mems[driver.index]
         transfer.desc.loff -= <uint64_t>memory.address
         transfer.local = memory
-        memory.flights += 1
+        memory.holds += 1
         return 0
 
     def _address_of(self, local, writable):
@@ -284,7 +284,7 @@ cdef class Core(Flights):
         transfer = Transfer.__new__(Transfer)
         transfer.core, transfer.link, transfer.local = self, batch.link, batch
         for memory in batch.memories:
-            memory.flights += 1
+            memory.holds += 1
         transfer.batch.verb = batch.verb
         transfer.batch.n = batch.count
         transfer.batch.desc = batch.desc
@@ -337,7 +337,7 @@ cdef class Core(Flights):
         transfer.op.failed = -1
         transfer.cost = 1
         if transfer.device is not None:
-            self._fly_on_device(transfer, deadline)
+            self._accept_on_device(transfer, deadline)
             self.n_transfers += 1
             return 0
         if transfer.batch.bytes <= SMALL_BYTES:
@@ -350,7 +350,7 @@ cdef class Core(Flights):
                 with nogil:
                     answer = driver.table.submit(link, &transfer.batch, &transfer.op)
             if answer == HXA_DONE:
-                transfer.cost += <int>min((hxa_now() - began) / COST_NANOSECONDS, CREDIT)
+                transfer.cost += <int>min((hxa_now() - began) / COST_NANOSECONDS, BUDGET)
         if answer == HXA_DONE:
             transfer.outcome = DONE
             self._spend(transfer.cost)
@@ -359,7 +359,7 @@ cdef class Core(Flights):
             self.n_inline += 1
             self.n_bytes += transfer.batch.bytes
         elif answer == HXA_PENDING:
-            self._fly(transfer, deadline)
+            self._accept(transfer, deadline)
         else:
             index = transfer._failed_row()
             transfer._unpin()
@@ -367,7 +367,7 @@ cdef class Core(Flights):
         self.n_transfers += 1
         return 0
 
-    cdef int _fly_on_device(self, Transfer transfer, object deadline) except -1:
+    cdef int _accept_on_device(self, Transfer transfer, object deadline) except -1:
         """A device's own engine copies; see `DeviceCopies`."""
         try:
             self._begin_on_device(transfer)
@@ -375,7 +375,7 @@ cdef class Core(Flights):
             transfer.device = None
             transfer._unpin()
             raise
-        return self._fly(transfer, deadline)
+        return self._accept(transfer, deadline)
 
     def _begin_on_device(self, Transfer transfer):
         raise errors.BufferTypeError("memory of a device cannot be used here")
@@ -434,7 +434,7 @@ cdef class Core(Flights):
         transfer.batch.signal = word.memory.mems[driver.index]
         transfer.batch.signal_off = word.offset
         transfer.signal = word.memory
-        word.memory.flights += 1
+        word.memory.holds += 1
         return 0
 
     def drained(self, buffer):

@@ -3,7 +3,7 @@
 cimport cython
 from cpython.mem cimport PyMem_Malloc
 
-from .in_flight cimport Flights
+from .in_flight cimport InFlightTable
 from .link cimport driver_error
 from .memory cimport RemoteMemory
 from .transfer cimport ACTIVE, FAILED, Transfer
@@ -28,12 +28,12 @@ cdef class DeviceCopies:
     :param copy: ``copy(tensor, address, nbytes, to_device)`` begins a copy; answers its event, which has ``query()``.
     """
 
-    cdef Flights core
+    cdef InFlightTable core
     cdef object pin, copy, timer
     cdef list flights
     cdef double delay
 
-    def __init__(self, Flights core, pin, copy):
+    def __init__(self, InFlightTable core, pin, copy):
         self.core, self.pin, self.copy, self.flights, self.delay = core, pin, copy, [], SHORTEST_LOOK
 
     def begin(self, Transfer transfer):

@@ -10,11 +10,11 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 
 from .batch cimport Batch
 from .link cimport (
-    Driver, Hub, Link, MAX_DRIVERS, driver_error, hxa_letter, hxa_mailbox, hxa_mailbox_asleep, hxa_mailbox_awake,
+    Driver, CoreBase, Link, MAX_DRIVERS, driver_error, hxa_event_node, hxa_mailbox, hxa_mailbox_asleep, hxa_mailbox_awake,
     hxa_mailbox_signals,
 )
 from .memory cimport Memory, Places
-from .transfer cimport ACTIVE, CANCELLED, CREDIT, DONE, Drain, FAILED, Transfer, hxa_now
+from .transfer cimport ACTIVE, CANCELLED, BUDGET, DONE, Drain, FAILED, Transfer, hxa_now
 from .driver cimport *
 
 from asyncio import BaseEventLoop, CancelledError, current_task, wait
@@ -33,7 +33,7 @@ cdef extern from "hxa_mailbox.h" nogil:
     void hxa_mailbox_post(void *ctx, hxa_op *op, uint32_t events)
     void hxa_mailbox_event(void *ctx, const hxa_event *event)
     hxa_op *hxa_mailbox_take_ops(hxa_mailbox *box)
-    hxa_letter *hxa_mailbox_take_letters(hxa_mailbox *box)
+    hxa_event_node *hxa_mailbox_take_event_nodes(hxa_mailbox *box)
     uint32_t hxa_mailbox_events(hxa_op *op)
     void hxa_mailbox_clear(hxa_mailbox *box)
     int hxa_mailbox_arm(hxa_mailbox *box)
@@ -54,7 +54,7 @@ pthread_atfork(NULL, NULL, _forked)
 
 
 @cython.no_gc_clear
-cdef class Flights(Hub):
+cdef class InFlightTable(CoreBase):
     """One loop, one mailbox, and every slot that a driver has not given back."""
 
     def __cinit__(self, *args, **kwargs):
@@ -82,9 +82,9 @@ cdef class Flights(Hub):
         self.plain = hasattr(loop, "_thread_id") and getattr(type(loop), "is_running", None) is BaseEventLoop.is_running
         self.thread = PyThread_get_thread_ident()
         self.generation = fork_generation
-        self.drivers, self.graveyard, self.places = (), [], Places()
-        self.credit, self.burst = CREDIT, burst
-        self.crowd, self.max_bytes_in_flight = deque(), max_bytes_in_flight
+        self.drivers, self.deferred, self.places = (), [], Places()
+        self.budget, self.burst = BUDGET, burst
+        self.room_waiters, self.max_bytes_in_flight = deque(), max_bytes_in_flight
         self.closed = self.finished = False
         loop.add_reader(self.box.fd, self._signalled)
 
@@ -133,16 +133,16 @@ cdef class Flights(Hub):
         return waiter
 
     cdef int _spend(self, int cost) except -1:
-        """C8: work that needed no wait; whoever awaits next yields when the credit is gone."""
-        if self.credit > -CREDIT:
-            self.credit -= cost
+        """C8: work that needed no wait; whoever awaits next yields when the budget is gone."""
+        if self.budget > -BUDGET:
+            self.budget -= cost
         return 0
 
     def _breathe(self):
         """What to await where there is nothing to wait for, so that others run now and then (C8), or None."""
         cdef Transfer pause
         self._spend(1)
-        if self.credit > 0:
+        if self.budget > 0:
             return None
         pause = self._waiter()
         pause.outcome, pause.cost = DONE, 1
@@ -156,27 +156,27 @@ cdef class Flights(Hub):
 
     def _room(self, uint64_t nbytes):
         """What to await before `nbytes` more may be submitted, or None."""
-        if not self.crowd and self._fits(nbytes):
+        if not self.room_waiters and self._fits(nbytes):
             return None
         waiter = self._waiter()
-        self.crowd.append((nbytes, waiter))
+        self.room_waiters.append((nbytes, waiter))
         return waiter
 
     cdef int _admit(self) except -1:
         """Wakes those for whom there is room, in order.  What they may submit is theirs for this pass of the loop."""
-        while self.crowd:
-            nbytes, waiter = self.crowd[0]
+        while self.room_waiters:
+            nbytes, waiter = self.room_waiters[0]
             if not waiter.done():
                 if not self.closed and not self._fits(nbytes):
                     return 0
                 self.promised += <uint64_t>nbytes
                 # Before the wake-up: what a resumed task raises passes through it.
                 self.call_soon(self.call_soon, self._unpromise, nbytes)
-            self.crowd.popleft()
+            self.room_waiters.popleft()
             waiter._wake()
         return 0
 
-    def _next_in_crowd(self):
+    def _admit_waiters(self):
         """Whoever waited for room has given up; who comes after may need less."""
         self._admit()
 
@@ -204,7 +204,7 @@ cdef class Flights(Hub):
             call.link.flights += 1
             if memory is not None:
                 call.remote = memory
-                call.remote.flights += 1
+                call.remote.holds += 1
         else:
             raise driver_error(call.link.driver, -answer, op.native, what, call.link.peer)
         return call
@@ -212,7 +212,7 @@ cdef class Flights(Hub):
     cdef int _status(self, object call) except -1:
         return (<Transfer>call).op.status
 
-    cdef int _fly(self, Transfer transfer, object deadline) except -1:
+    cdef int _accept(self, Transfer transfer, object deadline) except -1:
         """Accepted, and not over yet."""
         self.in_flight += 1
         self.bytes_in_flight += transfer.batch.bytes
@@ -227,7 +227,7 @@ cdef class Flights(Hub):
 
     cdef int _track(self, Transfer transfer) except -1:
         Py_INCREF(transfer)  # C1: the flight's own reference
-        transfer.flying = True
+        transfer.held = True
         transfer.next = self.first
         if self.first != NULL:
             (<Transfer>self.first).prev = <void *>transfer
@@ -242,7 +242,7 @@ cdef class Flights(Hub):
         cdef Drain drain
         row = None if op.failed < 0 else transfer._failed_row()
         if events & HXA_RELEASED:
-            transfer.flying = False
+            transfer.held = False
             if transfer.prev != NULL:
                 (<Transfer>transfer.prev).next = transfer.next
             else:
@@ -256,7 +256,7 @@ cdef class Flights(Hub):
             transfer._unpin()
             if not transfer.control:
                 self.bytes_in_flight -= transfer.batch.bytes
-                if self.crowd:
+                if self.room_waiters:
                     self._admit()
             drains, transfer.drains = transfer.drains, None
             for drain in drains or ():
@@ -290,7 +290,7 @@ cdef class Flights(Hub):
     def _signalled(self):
         """The loop found the mailbox's descriptor readable."""
         if not self.finished:
-            self.credit = CREDIT  # a new pass of the loop
+            self.budget = BUDGET  # a new pass of the loop
             hxa_mailbox_clear(self.box)
             self._drain(True)
 
@@ -305,18 +305,18 @@ cdef class Flights(Hub):
         try:
             hxa_mailbox_awake(self.box)
             while True:
-                if self.letters == NULL and self.backlog == NULL:
-                    self.letters = hxa_mailbox_take_letters(self.box)
+                if self.event_nodes == NULL and self.backlog == NULL:
+                    self.event_nodes = hxa_mailbox_take_event_nodes(self.box)
                     self.backlog = hxa_mailbox_take_ops(self.box)
-                if self.letters != NULL:
+                if self.event_nodes != NULL:
                     self._deliver()
                 elif self.backlog != NULL:
                     op = self.backlog
                     self.backlog = op.next
                     self._settle(op)
                 else:
-                    if self.graveyard:
-                        self._bury_dead()
+                    if self.deferred:
+                        self._release_deferred()
                     if not hxa_mailbox_arm(self.box):
                         return 0
                     continue
@@ -334,22 +334,22 @@ cdef class Flights(Hub):
                 self.drain_scheduled = True
                 self.call_soon(self.drain)
 
-    def _bury_dead(self):
+    def _release_deferred(self):
         cdef Memory memory
-        dead, self.graveyard = self.graveyard, []
+        dead, self.deferred = self.deferred, []
         for memory in dead:
-            memory._bury()
+            memory._release_when_unused()
 
     cdef int _deliver(self) except -1:
         """Hands the oldest event to the engine."""
-        cdef hxa_letter *letter = self.letters
+        cdef hxa_event_node *node = self.event_nodes
         # Taken off before the handler runs: what a resumed task raises (KeyboardInterrupt) must not lose the others.
-        self.letters = letter.next
-        topic = PyBytes_FromStringAndSize(<const char *>letter.event.topic, letter.event.topic_len)
-        data = PyBytes_FromStringAndSize(<const char *>letter.event.data, letter.event.data_len)
-        kind, status = letter.event.kind, letter.event.status
-        index, cookie = letter.event.link % MAX_DRIVERS, letter.event.link // MAX_DRIVERS
-        free(letter)
+        self.event_nodes = node.next
+        topic = PyBytes_FromStringAndSize(<const char *>node.event.topic, node.event.topic_len)
+        data = PyBytes_FromStringAndSize(<const char *>node.event.data, node.event.data_len)
+        kind, status = node.event.kind, node.event.status
+        index, cookie = node.event.link % MAX_DRIVERS, node.event.link // MAX_DRIVERS
+        free(node)
         try:
             self.handler(self.drivers[index], kind, cookie, status, topic, data)
         except Exception as error:
@@ -371,9 +371,9 @@ cdef class Flights(Hub):
 
     cdef int _deliver_all(self) except -1:
         while True:
-            if self.letters == NULL:
-                self.letters = hxa_mailbox_take_letters(self.box)
-                if self.letters == NULL:
+            if self.event_nodes == NULL:
+                self.event_nodes = hxa_mailbox_take_event_nodes(self.box)
+                if self.event_nodes == NULL:
                     return 0
             self._deliver()
 
@@ -414,16 +414,16 @@ cdef class Flights(Hub):
         """Waits for the release of those that still fly."""
         cdef Drain drain = Drain.__new__(Drain)
         cdef Transfer transfer
-        cdef list flights = [transfer for transfer in transfers if transfer.flying]
+        cdef list flights = [transfer for transfer in transfers if transfer.held]
         self._must_be_on_thread()
         drain.future = self.loop.create_future()
         drain.missing = len(flights)
         if not flights:
             self._spend(1)
-            if self.credit > 0:
+            if self.budget > 0:
                 drain.future.set_result(None)
             else:
-                self.credit = CREDIT
+                self.budget = BUDGET
                 self.call_soon(_set_none, drain.future)
         for transfer in flights:
             if transfer.drains is None:
@@ -474,7 +474,7 @@ cdef class Flights(Hub):
     def _refuse_work(self):
         """The first step of close (C7)."""
         self.closed = True
-        if self.crowd:
+        if self.room_waiters:
             self._admit()
 
     def _all_drained(self):
@@ -511,7 +511,7 @@ cdef class Flights(Hub):
         if not self.loop.is_closed():
             self.loop.remove_reader(self.box.fd)
         self.handler = None
-        self._bury_dead()
+        self._release_deferred()
         self._dispose()
         return len(leaked)
 
@@ -521,17 +521,17 @@ cdef class Flights(Hub):
         An engine that was never closed leaks it, for a driver's thread may hold its address.
         """
         cdef Driver driver
-        cdef hxa_letter *letter
+        cdef hxa_event_node *node
         if not self.finished or self.box == NULL:
             return 0
         for driver in self.drivers:
             if driver.instance != NULL:
                 return 0
         self.n_signals = hxa_mailbox_signals(self.box)
-        while self.letters != NULL:
-            letter = self.letters
-            self.letters = letter.next
-            free(letter)
+        while self.event_nodes != NULL:
+            node = self.event_nodes
+            self.event_nodes = node.next
+            free(node)
         hxa_mailbox_close(self.box)
         PyMem_RawFree(self.box)
         self.box = NULL

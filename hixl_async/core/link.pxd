@@ -5,8 +5,8 @@ from .driver cimport hxa_card, hxa_driver, hxa_event, hxa_instance, hxa_link, hx
 
 
 cdef extern from "hxa_mailbox.h" nogil:
-    ctypedef struct hxa_letter:
-        hxa_letter *next
+    ctypedef struct hxa_event_node:
+        hxa_event_node *next
         hxa_event event
     ctypedef struct hxa_mailbox:
         int fd
@@ -18,7 +18,7 @@ cdef extern from "hxa_mailbox.h" nogil:
 cdef enum: MAX_DRIVERS = 4
 
 
-cdef class Hub:
+cdef class CoreBase:
     cdef hxa_mailbox *box             # where drivers post; see hxa_mailbox.h.  NULL before open and after the end
     cdef hxa_sink sink                # what drivers get of it
     cdef readonly object loop         # the one event loop this engine belongs to (C9)
@@ -28,10 +28,10 @@ cdef class Hub:
     cdef bint draining                # inside drain()
     cdef bint direct                  # no task is current there: one that waits may be resumed directly (C4)
     cdef int burst                    # the most that one pass of the loop takes: completions; notifications of a link
-    cdef int credit                   # finished work for which nobody has to go around the loop yet (C8)
+    cdef int budget                   # finished work for which nobody has to go around the loop yet (C8)
     cdef tuple drivers                # Driver, in order of preference; a tuple, for the collector empties lists
     cdef object places                # Places: memories by address, for drivers that move nothing else
-    cdef list graveyard               # memories whose last view was dropped in another thread
+    cdef list deferred               # memories whose last view was dropped in another thread
     cdef readonly Py_ssize_t in_flight        # transfers without an outcome
     cdef readonly Py_ssize_t local_memories
     cdef readonly Py_ssize_t remote_memories
@@ -51,8 +51,8 @@ cdef class Driver:
     cdef hxa_instance *instance       # NULL once closed
     cdef object capsule               # keeps the module, and so the table, alive
     cdef object options               # keeps what they refer to alive
-    cdef Hub core
-    cdef readonly int index           # position in Hub.drivers
+    cdef CoreBase core
+    cdef readonly int index           # position in CoreBase.drivers
     cdef readonly str name
     cdef readonly uint64_t capabilities
     cdef readonly uint64_t note_limit         # bytes of topic and payload together

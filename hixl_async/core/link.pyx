@@ -45,7 +45,7 @@ CAPABILITIES = {
 
 # These are not cleared by the collector before they are freed: memories, whose views may die later, rely on them.
 @cython.no_gc_clear
-cdef class Hub:
+cdef class CoreBase:
     """What drivers, links, memories and transfers need of the core: its loop and mailbox; `Core` is made of it."""
 
     cdef int _drain(self, bint direct) except -1:
@@ -176,7 +176,7 @@ cdef bytes option_text(str driver, key, value):
 cdef class Driver:
     """An opened driver."""
 
-    def __cinit__(self, Hub core, capsule, str name, dict options):
+    def __cinit__(self, CoreBase core, capsule, str name, dict options):
         cdef hxa_option pairs[MAX_OPTIONS]
         cdef hxa_limits limits
         cdef char text[4096]
@@ -350,7 +350,7 @@ cdef class Link:
         self.poll_scheduled = False
         if self.link == NULL or self.fd < 0:
             return 0
-        cdef Hub core = self.driver.core
+        cdef CoreBase core = self.driver.core
         # Events land in the mailbox; we empty it ourselves below, so no signal is needed.
         hxa_mailbox_awake(core.box)
         if self.driver.table.poll(self.link, core.burst) and not self.poll_scheduled:
@@ -407,7 +407,7 @@ cdef class Link:
         :param dead: the peer's process is known to be gone; may be told later, by a second call.
         :return: an awaitable, done when no thread of ours works for this link any more; cancelling it only ends the wait.
         """
-        cdef Hub core = self.driver.core
+        cdef CoreBase core = self.driver.core
         cdef hxa_op *op
         self.up = False
         if self.fd >= 0:

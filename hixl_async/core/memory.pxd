@@ -2,7 +2,7 @@
 from cpython.buffer cimport Py_buffer
 from libc.stdint cimport uint32_t, uint64_t
 
-from .link cimport Driver, Hub, Link, MAX_DRIVERS
+from .link cimport Driver, CoreBase, Link, MAX_DRIVERS
 from .driver cimport hxa_desc, hxa_mem
 
 
@@ -12,16 +12,16 @@ cdef class Memory:
     cdef readonly uint64_t size       # bytes
     cdef readonly uint32_t rights     # HXA_RIGHT_*: what a peer may do with it
     cdef readonly bint alive          # may be used in new work
-    cdef Py_ssize_t flights           # slots, and peers that have it mapped, that pin it
+    cdef Py_ssize_t holds             # slots, and peers that have it mapped, that pin it
     cdef Py_ssize_t retiring          # flights of them that are drivers letting go of it
     cdef Py_ssize_t exports           # buffer views of it
-    cdef Hub core
+    cdef CoreBase core
     cdef list waiters                 # futures of released()
     cdef object __weakref__
 
     cdef int _unpin(self) except -1
     cdef int _let_go(self) except -1
-    cdef int _bury(self) except -1
+    cdef int _release_when_unused(self) except -1
     cdef int _release(self) except -1
 
 

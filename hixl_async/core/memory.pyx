@@ -10,7 +10,7 @@ from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from libc.string cimport memset
 
-from .link cimport Driver, Hub, Link, MAX_DRIVERS, driver_error, hxa_mailbox, pack_card, unpack_card
+from .link cimport Driver, CoreBase, Link, MAX_DRIVERS, driver_error, hxa_mailbox, pack_card, unpack_card
 from .driver cimport *
 
 from bisect import bisect_right
@@ -55,8 +55,8 @@ cdef class Memory:
         return make_slice(self, 0, self.size, key)
 
     cdef int _unpin(self) except -1:
-        self.flights -= 1
-        if not self.alive and self.flights == 0:
+        self.holds -= 1
+        if not self.alive and self.holds == 0:
             self._let_go()
         return 0
 
@@ -67,7 +67,7 @@ cdef class Memory:
         for waiter in waiters or ():
             if not waiter.done():
                 waiter.set_result(None)
-        return self._bury()
+        return self._release_when_unused()
 
     def retire(self):
         """No new work from now on; the drivers' handles go when the last flight, peer and view are gone."""
@@ -75,7 +75,7 @@ cdef class Memory:
             self.alive = False
             if self.address != NULL:
                 self.core.places.discard(self)
-            if self.flights == 0:
+            if self.holds == 0:
                 self._let_go()
 
     def drained(self):
@@ -96,7 +96,7 @@ cdef class Memory:
             raise_gone(self)
         self.core._must_be_on_thread()
         waiter = self.core.loop.create_future()
-        if not self.alive and self.flights == self.retiring:
+        if not self.alive and self.holds == self.retiring:
             waiter.set_result(None)
         elif self.waiters is None:
             self.waiters = [waiter]
@@ -104,12 +104,12 @@ cdef class Memory:
             self.waiters.append(waiter)
         return waiter
 
-    cdef int _bury(self) except -1:
+    cdef int _release_when_unused(self) except -1:
         """Releases the driver's handles now, or on the loop's thread where that is still running (header, T2)."""
-        if self.alive or self.flights or self.exports or self.core.forked:
+        if self.alive or self.holds or self.exports or self.core.forked:
             return 0
         if not self.core.finished and PyThread_get_thread_ident() != self.core.thread:
-            self.core.graveyard.append(self)
+            self.core.deferred.append(self)
             hxa_mailbox_signal(self.core.box)
             return 0
         return self._release()
@@ -119,7 +119,7 @@ cdef class Memory:
 
     def pin(self):
         """Holds the memory beyond `retire`, for a peer that has it mapped; `unpin` undoes it."""
-        self.flights += 1
+        self.holds += 1
 
     def unpin(self):
         """Undoes one `pin`."""
@@ -128,7 +128,7 @@ cdef class Memory:
     @property
     def pins(self):
         """How many flights and peers hold this memory."""
-        return self.flights - self.retiring
+        return self.holds - self.retiring
 
 
 @cython.no_gc_clear
@@ -149,7 +149,7 @@ cdef class LocalMemory(Memory):
     def __releasebuffer__(self, Py_buffer *view):
         self.exports -= 1
         if self.exports == 0 and not self.alive:
-            self._bury()
+            self._release_when_unused()
 
     @property
     def address(self):
@@ -162,9 +162,9 @@ cdef class LocalMemory(Memory):
         for i in range(MAX_DRIVERS):
             if i + 1 != self.allocator:
                 self._give_back(i)
-        if self.flights == 0 and self.allocator and not self._held():
+        if self.holds == 0 and self.allocator and not self._held():
             self._give_back(self.allocator - 1)
-        if self.flights or self._held():
+        if self.holds or self._held():
             return 0  # a transport takes its time, and its release leads here again; or it never lets go
         if self.address != NULL:
             self.address = NULL
@@ -190,7 +190,7 @@ cdef class LocalMemory(Memory):
             try:
                 call = self.core._answer(op, driver.table.mem_retire(mem, op), "retirement of a region", self)
             except errors.HixlError as error:
-                self.flights += 1  # for ever
+                self.holds += 1  # for ever
                 return self._leak(error)
             if not call.done():
                 self.retiring += 1
@@ -252,7 +252,7 @@ cdef class RemoteMemory(Memory):
         :return: an awaitable; the memory is usable once it is done, and must be retired in any case.
         """
         cdef hxa_card card
-        cdef Hub core = link.driver.core
+        cdef CoreBase core = link.driver.core
         cdef hxa_op *op
         cdef int index = link.driver.index
         pack_card(&card, data, fds)
@@ -313,7 +313,7 @@ cdef class Slice:
         cdef Memory memory = self.memory
         memory.exports -= 1
         if memory.exports == 0 and not memory.alive:
-            memory._bury()
+            memory._release_when_unused()
 
     def drained(self):
         """Waits until no flight touches this range any more, those included whose handle was lost.

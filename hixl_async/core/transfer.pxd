@@ -2,7 +2,7 @@
 from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int64_t, uint64_t
 
-from .link cimport Hub, Link
+from .link cimport CoreBase, Link
 from .memory cimport Memory
 from .driver cimport hxa_batch, hxa_desc, hxa_op
 
@@ -21,7 +21,7 @@ cdef extern from *:
 cdef enum: ACTIVE, DONE, FAILED, CANCELLED
 # C8: how much work may finish inside calls before whoever awaits must yield.  A small operation costs 1, a larger copy what
 # it took in units of COST_NANOSECONDS: 128 is roughly a tenth of a millisecond, against 3 to 6 us for the yield.
-cdef enum: CREDIT = 128
+cdef enum: BUDGET = 128
 cdef enum: COST_NANOSECONDS = 800
 cdef enum: SMALL_BYTES = 16 << 10  # below it the clock would cost more than it tells
 
@@ -37,7 +37,7 @@ cdef class Transfer:
     cdef hxa_op op                    # the driver's part of the slot; op.owner is this object
     cdef hxa_batch batch
     cdef hxa_desc desc                # storage of a batch of one
-    cdef Hub core
+    cdef CoreBase core
     cdef readonly Link link
     cdef object local                 # pins: LocalMemory, Batch, or an object whose address is used
     cdef Memory remote                # pins the remote side of a batch of one
@@ -49,7 +49,7 @@ cdef class Transfer:
     cdef int outcome                  # ACTIVE, DONE, FAILED, CANCELLED
     cdef int cost                     # of awaiting it, once it is done (C8)
     cdef bint control                 # not a transfer: a link or memory call; not counted, no deadline
-    cdef bint flying                  # accepted, not yet released: linked in Core.first
+    cdef bint held                  # accepted, not yet released: linked in Core.first
     cdef bint abandoned               # the driver was told that nobody waits for it
     cdef public bint _asyncio_future_blocking
     cdef public object _cancel_message        # what `cancel` was told

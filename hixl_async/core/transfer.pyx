@@ -7,7 +7,7 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 
 from .batch cimport Batch
-from .link cimport Hub
+from .link cimport CoreBase
 from .memory cimport LocalMemory, Memory
 from .driver cimport *
 
@@ -88,7 +88,7 @@ cdef class Transfer:
     def __repr__(self):
         what = "control" if self.control else "write" if self.batch.verb == HXA_WRITE else "read"
         peer = f" {'to' if self.batch.verb == HXA_WRITE else 'from'} {self.link.peer!r}" if self.link is not None else ""
-        held = " pinned" if self.flying else ""
+        held = " pinned" if self.held else ""
         return f"<Transfer {what}{peer} of {self.batch.bytes} bytes, {OUTCOMES[self.outcome].value}{held}>"
 
     # -- future protocol: https://docs.python.org/3/library/asyncio-extending.html and Lib/asyncio/futures.py
@@ -221,7 +221,7 @@ cdef class Transfer:
 
     def progress(self):
         """Bytes that have landed so far, as far as the driver can tell."""
-        if self.outcome == ACTIVE and self.flying and self.link is not None and self.link.link != NULL:
+        if self.outcome == ACTIVE and self.held and self.link is not None and self.link.link != NULL:
             return self._moved()
         return self.op.bytes
 
@@ -286,7 +286,7 @@ cdef class Transfer:
     cdef int _resolve(self, int outcome, object exc) except -1:
         """The only place where an outcome is set (C4)."""
         cdef object callback = self.callback, context = self.context, pair
-        cdef Hub core = self.core
+        cdef CoreBase core = self.core
         self.outcome = outcome
         core.in_flight -= 0 if self.control else 1
         if self.timer is not None:
@@ -320,7 +320,7 @@ cdef class Transfer:
     cdef bint _stop(self) except -1:
         """Asks the driver to give up, and answers whether it will; what that means for the memory comes with the release."""
         cdef const hxa_driver *table
-        if self.flying and self.device is None and self.link is not None and self.link.link != NULL:
+        if self.held and self.device is None and self.link is not None and self.link.link != NULL:
             table = self.link.driver.table
             if table.cancel != NULL:
                 return table.cancel(self.link.link, &self.op)
@@ -329,12 +329,12 @@ cdef class Transfer:
     cdef bint _waits(self) noexcept:
         """Whether the driver has not come to it yet, for others or a limit: then it is not stalled."""
         cdef const hxa_driver *table = self.link.driver.table
-        return (self.flying and self.device is None and self.link.link != NULL and table.waits != NULL
+        return (self.held and self.device is None and self.link.link != NULL and table.waits != NULL
                 and table.waits(self.link.link, &self.op))
 
     cdef bint _abandonable(self) noexcept:
         """Whether the driver can be made to give the memory back in bounded time, and was not told to yet."""
-        return (self.flying and not self.abandoned and self.device is None and self.link.link != NULL
+        return (self.held and not self.abandoned and self.device is None and self.link.link != NULL
                 and self.link.driver.table.abandon != NULL)
 
     def _expire(self, double seconds):
@@ -407,9 +407,9 @@ cdef PySendResult _transfer_send(PyObject *me, PyObject *value, PyObject **resul
         self.cost = 0  # others run meanwhile
         out = self
     elif self.outcome == DONE:
-        if self.cost and self.core.credit <= 0:
+        if self.cost and self.core.budget <= 0:
             # C8: a bare yield sends the task once around the loop; the next send brings the result.
-            self.core.credit = CREDIT
+            self.core.budget = BUDGET
             self.cost = 0
             out = None
         else:

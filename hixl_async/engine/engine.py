@@ -618,7 +618,7 @@ class Engine(Core):
             try:
                 await waiter
             except asyncio.CancelledError:
-                self._next_in_crowd()
+                self._admit_waiters()
                 raise
             self._must_be_open()
 
