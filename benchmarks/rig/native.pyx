@@ -97,8 +97,8 @@ cdef class Program:
         memset(self.items, 0, self.count * sizeof(hxa_batch))
         for i in range(self.count):
             batch = batches[i]
-            self.items[i].verb, self.items[i].n, self.items[i].desc = batch.verb, batch.count, batch.desc
-            self.items[i].bytes = batch.nbytes
+            self.items[i].verb, self.items[i].n, self.items[i].desc = batch.verb, batch.n_descriptors, batch.desc
+            self.items[i].bytes = batch.total_bytes
 
     def __dealloc__(self):
         free(self.items)
@@ -123,7 +123,7 @@ cdef class Program:
         cdef int64_t start
         cdef int answer = HXA_DONE
         cdef bint waited = False
-        if self.core.in_flight:
+        if self.core.n_in_flight:
             raise RuntimeError("the C loop needs the link for itself, but a transfer is in flight")
         memset(&op, 0, sizeof(op))
         with nogil:

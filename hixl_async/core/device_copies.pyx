@@ -30,14 +30,16 @@ cdef class DeviceCopies:
 
     cdef InFlightTable core
     cdef object pin, copy, timer
-    cdef list flights
+    cdef list under_way
     cdef double delay
 
-    def __init__(self, InFlightTable core, pin, copy):
-        self.core, self.pin, self.copy, self.flights, self.delay = core, pin, copy, [], SHORTEST_LOOK
+    def __cinit__(self, InFlightTable core not None, pin, copy):
+        self.core, self.pin, self.copy, self.under_way, self.delay = core, pin, copy, [], SHORTEST_LOOK
 
-    def begin(self, Transfer transfer):
-        """Begins the copy of a transfer whose local side is a tensor of a device."""
+    def begin(self, Transfer transfer not None):
+        """Begin the copy of a transfer whose local side is a tensor of a device."""
+        if transfer.device is None or transfer.held:
+            raise TypeError(f"{transfer!r} does not wait for a device")
         cdef const hxa_driver *table = transfer.link.driver.table
         cdef RemoteMemory remote = transfer.remote
         cdef void *address = NULL
@@ -59,30 +61,30 @@ cdef class DeviceCopies:
         if answer:
             raise driver_error(transfer.link.driver, -answer, 0, repr(transfer), transfer.link.peer)
         try:
-            if remote.farewell is None:
-                remote.farewell = self.pin(tensor, <size_t>address, remote.size) or _nothing
+            if remote.on_unmap is None:
+                remote.on_unmap = self.pin(tensor, <size_t>address, remote.nbytes) or _nothing
             transfer.device = self.copy(
                 tensor, <size_t>address + transfer.desc.roff, transfer.desc.len, transfer.batch.verb == HXA_READ)
         except Exception as error:
             table.mem_return(transfer.link.link, transfer.desc.rmem)
             raise errors.TransferError(f"the device refused {transfer!r}: {error}", peer=transfer.link.peer) from error
-        self.flights.append(transfer)
+        self.under_way.append(transfer)
         self._look_in(SHORTEST_LOOK)
 
     cdef int _look_in(self, double delay) except -1:
         self.delay = delay
         if self.timer is None:
-            self.timer = self.core.loop.call_later(delay, self._look)
+            self.timer = self.core.event_loop.call_later(delay, self._look)
         return 0
 
     def _look(self):
         cdef Transfer transfer
-        cdef list flights = self.flights
+        cdef list polled = self.under_way
         cdef list waiting = []
-        self.timer, self.flights = None, []
+        self.timer, self.under_way = None, []
         if self.core.finished:
             return
-        for transfer in flights:
+        for transfer in polled:
             try:
                 if not transfer.device.query():
                     waiting.append(transfer)
@@ -91,9 +93,9 @@ cdef class DeviceCopies:
                 self._land(transfer, error)
             else:
                 self._land(transfer, None)
-        self.flights = waiting + self.flights
+        self.under_way = waiting + self.under_way
         if waiting:
-            self._look_in(min(2 * self.delay, LONGEST_LOOK) if len(waiting) == len(flights) else SHORTEST_LOOK)
+            self._look_in(min(2 * self.delay, LONGEST_LOOK) if len(waiting) == len(polled) else SHORTEST_LOOK)
 
     cdef int _land(self, Transfer transfer, object error) except -1:
         """The copy is over; what follows it is the driver's."""

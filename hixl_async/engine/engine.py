@@ -13,9 +13,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from .. import drivers
+from .. import _core
 from .._core import Core
 from ..control import Identity, Listener
-from ..core import torch_device
+from ..core import in_flight, memory, torch_device
 from ..core.device_copies import DeviceCopies
 from ..core.link import (
     CAP_ALLOC,
@@ -29,7 +30,7 @@ from ..core.link import (
     EVENT_SIGNAL,
     Driver,
 )
-from ..core.memory import LocalMemory, Slice
+from ..core.memory import LocalMemory, LocalSlice
 from ..core.transfer import Transfer
 from ..errors import (
     BusyError,
@@ -47,7 +48,7 @@ from .group import Group
 from .notifications import Subscription, Topics
 from .peer import Peer
 from .peers import Peers
-from .region import MAX_NAME, Operand, Region, operand, parse_access
+from .region import MAX_NAME, Region, operand, parse_access
 from .regions import MAX_OFFERS
 from .rpc import Handler
 from .subscription_queue import Feed
@@ -128,7 +129,7 @@ class Engine(Core):
         self._names: dict[str, Region] = {}
         self._numbers: dict[int, Region] = {}
         self._peers = Peers(self)
-        self._device_copies = DeviceCopies(self, torch_device.pin, torch_device.copy)
+        _core.set_object_support(self, operand, DeviceCopies(self, torch_device.pin, torch_device.copy).begin)
         self._next_number = 1
         self._services: dict[str, Handler] = {"hixl.ping": _pong}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -153,7 +154,9 @@ class Engine(Core):
         loop = asyncio.get_running_loop()
         try:
             config = self.config
-            self._open(loop, self._on_event, config.stall, config.notify_batch_size, config.max_bytes_in_flight or 0)
+            in_flight.start(
+                self, loop, self._on_event, config.stall, config.notify_batch_size, config.max_bytes_in_flight or 0
+            )
             self._topics = Topics(self, self.config.notification_limit)
             for name, options in self.config.drivers.items():
                 capsule, settings = drivers.resolve(name, options)
@@ -171,7 +174,7 @@ class Engine(Core):
             )
         except BaseException as error:
             # The original error is the one to show.
-            self._refuse_work()
+            in_flight.refuse_work(self)
             if self.loop is not None:
                 await asyncio.shield(self.loop.create_task(self._end_drivers(loop.time() + self.config.close_timeout)))
             if isinstance(error, OSError) and not isinstance(error, HixlError):  # out of descriptors, most likely
@@ -208,7 +211,7 @@ class Engine(Core):
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        self._refuse_work()
+        in_flight.refuse_work(self)
         until = self.loop.time() + self.config.close_timeout + LINGER
         for callback in self._close_callbacks:
             try:
@@ -225,7 +228,7 @@ class Engine(Core):
             self._forget_region(region)
         for peer, leaked in self._peers.give_up():
             self._report(f"{leaked!r} is leaked: {peer!r}, whose death is not confirmed, may still write it")
-        drained = self._all_drained()
+        drained = in_flight.all_drained(self)
         await self._wait([drained, *self._tasks], until)
         for waiting in (drained, *self._tasks):
             waiting.cancel()
@@ -235,16 +238,16 @@ class Engine(Core):
 
     async def _end_drivers(self, until: float) -> None:
         """Waits until drivers have let go of everything, and closes them; what they hold after that is leaked (C7)."""
-        while self.pinned and self.loop.time() < until:
-            drained = self._all_drained()  # the end of one thing may be the beginning of another
+        while in_flight.counters(self)["pinned"] and self.loop.time() < until:
+            drained = in_flight.all_drained(self)  # the end of one thing may be the beginning of another
             await self._wait([drained], until)
             drained.cancel()
-        if not self.pinned:
+        if not in_flight.counters(self)["pinned"]:
             ends = [self.loop.create_task(self._shut_down(driver)) for driver in self._started]
             await self._wait(ends, max(until, self.loop.time() + LINGER))
             for end in ends:
                 end.cancel()
-        held = self._finish()
+        held = in_flight.finish(self)
         if held:
             self._report(f"{self!r}: drivers still held the memory of {held} transfers or calls at close; it is leaked")
         else:
@@ -280,7 +283,7 @@ class Engine(Core):
     def _must_be_here(self) -> None:
         """Raises what any call in a foreign loop, or in a child of fork(), raises; a closed engine will do."""
         if self.forked or running_loop() is not self.loop:
-            self._refuse()
+            in_flight.refuse(self)
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the engine begins to close."""
@@ -292,6 +295,14 @@ class Engine(Core):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    # -- transfers
+
+    # Named here, where one looks for them, and not wrapped: a Python function around them would cost as much as they do.
+    read = Core.read
+    write = Core.write
+    submit = Core.submit
+    drained = Core.drained
 
     # -- who and where
 
@@ -348,7 +359,7 @@ class Engine(Core):
         if allocator is None:
             names = ", ".join(self._drivers)
             raise DriverError(f"none of the drivers ({names}) allocates memory; register a buffer of yours")
-        self._adopt(region, allocator, size, int(region.access))
+        _core.allocate(self, region, allocator, size, int(region.access))
         self._introduce(region, allocator)
         return self._enter_region(region)
 
@@ -370,17 +381,17 @@ class Engine(Core):
         """
         rights = self._check_new_region(name, access, grant)
         region = Region(self, name, rights, grant, borrowed=True)
-        if isinstance(buffer, LocalMemory | Slice):
+        if isinstance(buffer, LocalMemory | LocalSlice):
             raise InvalidArgumentError(f"{buffer!r} is, or lies in, a region already; peers can be given that")
         if _has_buffer(buffer):
-            self._borrow(region, buffer, int(region.access))
+            _core.borrow(self, region, buffer, int(region.access))
         else:
             self._borrow_object(region, buffer)
         self._introduce(region, None)
         return self._enter_region(region)
 
     def _check_new_region(self, name: str, access: AccessLike, grant: object) -> Access:
-        self._must_be_open()
+        in_flight.must_be_open(self)
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= MAX_NAME:
             raise InvalidArgumentError(f"name must be a printable string of 1 to {MAX_NAME} bytes, not {name!r}")
         if name in self._names:
@@ -402,11 +413,13 @@ class Engine(Core):
         where = operand(obj, bool(region.access & Access.WRITE))
         owner: Any = where.owner
         if _has_buffer(owner):  # which also tells whether it may be written
-            self._borrow(region, owner, int(region.access))
+            _core.borrow(self, region, owner, int(region.access))
         elif where.size == 0:
             raise RangeError("the buffer is empty; there is nothing to register")
         else:
-            self._borrow_address(region, owner, where.address, where.size, int(region.access), where.device)
+            _core.borrow_address(
+                self, region, owner, where.address, where.size, int(region.access), where.device
+            )
 
     def _introduce(self, region: Region, allocator: Driver | None) -> None:
         """Makes `region` known to every driver that can use it."""
@@ -414,7 +427,7 @@ class Engine(Core):
         try:
             for driver in self._drivers.values():
                 able = driver is not allocator and driver.capabilities & CAP_REGISTER
-                if able and self._register(region, driver):
+                if able and _core.register(self, region, driver):
                     known.append(driver)
             if not known:
                 names = ", ".join(self._drivers)
@@ -424,13 +437,13 @@ class Engine(Core):
                 if (pending := self._registration(region, driver)) is not None:
                     region.registrations[driver.name] = pending
         except BaseException:
-            region.retire()
+            memory.retire(region)
             raise
 
     def _registration(self, region: Region, driver: Driver) -> asyncio.Future[DriverError | None] | None:
         """For a transport that registers memory in its own time: why it did not, or None once it has."""
         try:
-            registration = region.registration(driver)
+            registration = memory.registration(region, driver)
         except HixlError as error:  # it has failed already, which is no other failure than a later one
             outcome = self.loop.create_future()
             outcome.set_result(_unusable(region, driver, error))
@@ -457,7 +470,7 @@ class Engine(Core):
     def _revoke(self, region: Region) -> None:
         if self._numbers.get(region.number) is not region:
             return
-        self._must_be_open()
+        in_flight.must_be_open(self)
         self._forget_region(region)
         for peer in self.peers:
             peer._exports.withdraw(region)
@@ -482,7 +495,7 @@ class Engine(Core):
 
     def _forget_region(self, region: Region) -> None:
         del self._numbers[region.number], self._names[region.name]
-        region.retire()
+        memory.retire(region)
 
     @property
     def regions(self) -> dict[str, Region]:
@@ -494,12 +507,6 @@ class Engine(Core):
 
     def _regions(self) -> list[Region]:
         return list(self._numbers.values())
-
-    def _begin_on_device(self, transfer: Transfer) -> None:
-        self._device_copies.begin(transfer)
-
-    def _address_of(self, local: Any, writable: bool) -> Operand:
-        return operand(local, writable)
 
     # -- peers
 
@@ -521,7 +528,7 @@ class Engine(Core):
         :raises InvalidArgumentError: if `address` is malformed or this engine's own.
         :raises ClosedError: if this engine is closed meanwhile.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         where = parse_address(address)
         seconds = self.config.connect_timeout if timeout is None else timeout
         seconds = positive_seconds("timeout", seconds)
@@ -531,7 +538,7 @@ class Engine(Core):
 
     def accepted(self) -> Feed[Peer]:
         """Peers that connect to this engine from now on: ``async for peer in engine.accepted()``."""
-        self._must_be_open()
+        in_flight.must_be_open(self)
         return self._peers.accepted()
 
     def _shared_drivers(self, theirs: Sequence[str], same_host: bool) -> list[Driver]:
@@ -560,7 +567,7 @@ class Engine(Core):
             function.  A `HixlError` that it raises reaches the caller with its type.
         :raises InvalidArgumentError: if `service` is taken.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         if not isinstance(service, str) or not service or not callable(handler):
             raise InvalidArgumentError(f"serve takes a name and a function, not {service!r} and {handler!r}")
         if service in self._services:
@@ -580,10 +587,10 @@ class Engine(Core):
         :raises InvalidArgumentError: if topic and payload are over the driver's limit.
         :raises PeerLostError: if the peer is gone.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         if not isinstance(peer, Peer) or peer._host is not self:
             raise InvalidArgumentError(f"peer must be a peer of this engine, not {peer!r}")
-        return self._post_note(peer._link(CAP_NOTIFY, "notify"), (topic, payload))
+        return _core.notify(self, peer._link(CAP_NOTIFY, "notify"), (topic, payload))
 
     def notifications(self, topic: str | None = None, *, limit: int | None = None) -> Subscription:
         """The notifications of `topic` from now on, in an async iterator; those that nobody has taken yet come first.
@@ -592,7 +599,7 @@ class Engine(Core):
         :param limit: messages kept before new ones are dropped and counted.  Whatever it is, a queue holds 16 MiB, in which a
             message counts its bytes and 256 more.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         assert self._topics is not None
         return self._topics.subscribe(topic, limit)
 
@@ -608,28 +615,28 @@ class Engine(Core):
         :raises InvalidArgumentError: if it is no number of bytes.
         :raises ClosedError: if the engine is closed meanwhile.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         if not isinstance(nbytes, int) or not 0 <= nbytes < 1 << 62:
             raise InvalidArgumentError(f"nbytes must be a number of bytes, not {nbytes!r}")
-        if (pause := self._breathe()) is not None:
+        if (pause := in_flight.checkpoint(self)) is not None:
             await pause
-        waiter = self._room(nbytes)
+        waiter = in_flight.wait_for_room(self, nbytes)
         if waiter is not None:
             try:
                 await waiter
             except asyncio.CancelledError:
-                self._admit_waiters()
+                in_flight.admit_waiters(self)
                 raise
-            self._must_be_open()
+            in_flight.must_be_open(self)
 
     def coalesce(self) -> Coalescer:
         """Many small copies sent as few batches: ``async with engine.coalesce() as few: few.write(a, b)``; see `Coalescer`."""
-        self._must_be_open()
+        in_flight.must_be_open(self)
         return Coalescer(self)
 
     def group(self) -> Group:
         """Structured transfers: ``async with engine.group() as group: group.write(a, b)``; see `Group`."""
-        self._must_be_open()
+        in_flight.must_be_open(self)
         return Group(self)
 
     def _on_event(self, driver: Driver, kind: int, cookie: int, status: int, topic: bytes, data: bytes) -> None:
@@ -653,22 +660,12 @@ class Engine(Core):
 
     def stats(self) -> EngineStats:
         """Counters and gauges; every gauge is zero again when all work is done and everything closed."""
-        transfers, inline, nbytes, failed, wakeups = self._counters()
         topics = self._topics
         return EngineStats(
-            transfers=transfers,
-            inline=inline,
-            bytes=nbytes,
-            failed=failed,
-            in_flight=self.in_flight,
-            pinned=self.pinned,
-            bytes_in_flight=self.bytes_in_flight,
-            regions=self.local_memories,
-            remote_regions=self.remote_memories,
+            **in_flight.counters(self),
             peers=len(self._peers),
             notifications=topics.received if topics is not None else 0,
             notifications_dropped=topics.dropped if topics is not None else 0,
-            wakeups=wakeups,
         )
 
     def driver_stats(self) -> dict[str, dict[str, int]]:
@@ -695,7 +692,7 @@ class Engine(Core):
         if self._listener is not None:
             self._listener.abandon()
         self._peers.abandon()
-        self._after_fork()
+        in_flight.after_fork(self)
 
 
 def _pong(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:

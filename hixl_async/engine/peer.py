@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.link import Link
+from ..core.memory import link_of
 from ..errors import (
     ClosedError,
     HixlError,
@@ -140,11 +141,12 @@ class Peer:
         """
         if isinstance(region, str):
             region = self._imports.imported(region)
-        if not isinstance(region, RemoteRegion) or region.link not in self._links:
+        link = link_of(region) if isinstance(region, RemoteRegion) else None
+        if link is None or link not in self._links:
             raise InvalidArgumentError(f"region must be one of peer {self.name!r}, or the name of one, not {region!r}")
-        others = [name for name in self._links.names if name != region.link.driver.name]
+        others = [name for name in self._links.names if name != link.driver.name]
         rest = f"; also linked: {', '.join(others)}" if others else ", the only one that both sides share"
-        return f"{region.link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"
+        return f"{link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"
 
     def limit_bandwidth(self, bytes_per_second: float | None) -> None:
         """Lets reads and writes together move at most so many bytes per second from now on; None: as many as they can.

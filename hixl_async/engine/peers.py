@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..control import Connection, dial
+from ..core.in_flight import must_be_open
 from ..errors import ClosedError, ConnectError, HixlError, PeerLostError
 from ..types import Address, PeerState
 from .peer import Peer
@@ -105,7 +106,7 @@ class Peers:
 
     async def _dial(self, where: Address, until: float) -> Connection:
         engine = self._engine
-        engine._must_be_open()
+        must_be_open(engine)
         # A task of the engine's own, so that `aclose` can end it.
         dialling: asyncio.Task[Connection] = engine._spawn(
             dial(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..core import memory
 from ..core.link import Link
 from ..errors import (
     AccessError,
@@ -101,13 +102,13 @@ class Exports:
             if not isinstance(link, Link):
                 self._waiting[number] = self._peer._host._spawn(self._give_later(call, number, link))
                 return
-            card, fds = region.export(link.driver, int(access))
+            card, fds = memory.export(region, link.driver, int(access))
         except HixlError as error:
             self._peer._calls.fail(call, error)
             return
         before = self._given.get(number)
         if before is None:
-            region.pin()
+            memory.pin(region)
         self._given[number] = _Export(region, access | (before.access if before else Access.NONE))
         body = {"call": call, "driver": link.driver.name, "card": binary_text(card), "size": region.size}
         self._peer._tell("region.card", {**body, "access": int(access)}, fds)
@@ -116,7 +117,7 @@ class Exports:
         """The first link that a region can be lent over, or the registration on which that depends."""
         failure = None
         for link in self._peer._links:
-            if not region.known_to(link.driver):
+            if not memory.known_to(region, link.driver):
                 continue
             registration = region.registrations.get(link.driver.name)
             if registration is None:
@@ -144,7 +145,7 @@ class Exports:
             waiting.cancel()  # it has given up
         export = self._given.pop(number, None)
         if export is not None:
-            export.region.unpin()
+            memory.unpin(export.region)
             if not self._given:
                 self._peer._holds_nothing()
 
@@ -152,7 +153,7 @@ class Exports:
         """The peer can touch none of them any more."""
         given, self._given = self._given, {}
         for export in given.values():
-            export.region.unpin()
+            memory.unpin(export.region)
 
     def give_up(self) -> list[Region]:
         """The engine ends, and the peer may still write: gives back what is ours alone.
@@ -268,7 +269,7 @@ class Imports:
             answer.drop()
         remote = RemoteRegion(name, Access(access))
         try:
-            await remote.map(link, card, fds, size, access)
+            await memory.import_remote(remote, link, card, fds, size, access)
             peer._must_be_up()
             offer = self._offers.get(name)
             if offer is None or offer.number != number:
@@ -276,7 +277,7 @@ class Imports:
                     f"region {name!r} of {peer.name!r} was closed while it was imported", peer=peer.name
                 )
         except BaseException:
-            remote.retire()
+            memory.retire(remote)
             raise
         self._used[number] = remote
         return remote
@@ -300,7 +301,7 @@ class Imports:
             self._tasks.pop(name, None)
         remote = self._used.pop(number, None)
         if remote is not None:
-            remote.retire()
+            memory.retire(remote)
             remote.released().add_done_callback(lambda _: self._peer._tell("region.gone", {"id": number}))
 
     def _wake(self, name: str) -> None:
@@ -313,5 +314,5 @@ class Imports:
         for name in list(self._waiters):
             self._wake(name)
         for remote in self._used.values():
-            remote.retire()
+            memory.retire(remote)
         self._used.clear()
