@@ -26,7 +26,7 @@ def table_problem(capsule: object) -> str | None: ...
 def table_capabilities(capsule: CapsuleType) -> int: ...
 
 @disjoint_base
-class Hub:
+class CoreBase:
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...  # None before open
     @property
@@ -38,7 +38,7 @@ class Hub:
 
 @disjoint_base
 class Driver:
-    def __new__(cls, core: Hub, capsule: CapsuleType, name: str, options: dict[str, Any]) -> Driver: ...
+    def __new__(cls, core: CoreBase, capsule: CapsuleType, name: str, options: dict[str, Any]) -> Driver: ...
     @property
     def index(self) -> int: ...
     @property

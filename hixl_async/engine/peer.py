@@ -22,6 +22,7 @@ from typing import Any
 
 from ..control import Connection, Identity
 from ..core.link import Driver, Link
+from ..core.memory import link_of
 from ..errors import ClosedError, HixlError, InvalidArgumentError, PeerDownError, ProtocolError
 from ..types import Access, Address, PeerState
 from .arguments import positive_seconds
@@ -145,11 +146,12 @@ class Peer:
         """
         if isinstance(region, str):
             region = self._imports.imported(region)
-        if not isinstance(region, RemoteRegion) or region.link not in self._links:
+        link = link_of(region) if isinstance(region, RemoteRegion) else None
+        if link is None or link not in self._links:
             raise InvalidArgumentError(f"region must be one of peer {self.name!r}, or the name of one, not {region!r}")
-        others = [name for name in self._links.names if name != region.link.driver.name]
+        others = [name for name in self._links.names if name != link.driver.name]
         rest = f"; also linked: {', '.join(others)}" if others else ", the only one that both sides share"
-        return f"{region.link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"
+        return f"{link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"
 
     def limit_bandwidth(self, bytes_per_second: float | None) -> None:
         """Limit the bandwidth of reads and writes together from now on.

@@ -16,6 +16,7 @@ from hixl_async import (
     RequestTimeoutError,
     WaitTimeoutError,
 )
+from hixl_async.core.memory import unpin
 from hixl_async.testing import peer_process, until
 
 SIZE = 64 << 20
@@ -135,7 +136,7 @@ async def test_closing_an_engine_with_a_stopped_writer(loop_errors: list[dict[st
         process.kill()
         await process.exited()
     # Now that it is dead; the engine that would have heard of it is closed.
-    sharing._leaked.pop().unpin()
+    unpin(sharing._leaked.pop())
     borrowed.append(1)
 
 

@@ -429,7 +429,7 @@ async def test_unretrieved_failure_is_reported(world: World, loop_errors: list[d
     gc.collect()
     (context,) = loop_errors
     loop_errors.clear()
-    assert "nobody awaited" in context["message"]
+    assert "never retrieved" in context["message"]
     assert "write to 'right'" in context["message"]
     assert isinstance(context["exception"], TransferError if how == "fault" else TransferTimeoutError)
 
