@@ -25,9 +25,9 @@ _NUMBERS = re.compile(r":?\[\d+\]|\d+")
 class BalanceSheet:
     """A snapshot of what this process holds, to be compared with what it holds later.
 
-    It counts, over all open engines, in-flight transfers, pinned slots, regions, remote regions and peers; and of the
-    process its descriptors, its threads (Python's and native ones), its mappings of memfds, and the names in /dev/shm
-    that belong to the package or to this process.  Less than before is no imbalance.
+    It counts, over all open engines, in-flight transfers, pinned slots, regions, remote regions and peers; and of this
+    process the descriptors, the threads (Python's and native ones), the mappings of memfds, and the names in /dev/shm: those
+    that bear its id, and those of the package that bear no process's id.  Less than before is no imbalance.
 
     ::
 
@@ -43,7 +43,7 @@ class BalanceSheet:
         self._before = _take()
 
     def differences(self) -> list[str]:
-        """What there is more of than at the snapshot, one line each; empty if nothing is."""
+        """Return what there is more of than at the snapshot, one line each; empty if all is balanced."""
         after = _take()
         return [
             f"{row}: {self._before[row]} before, {count} now"
@@ -52,7 +52,7 @@ class BalanceSheet:
         ]
 
     def check(self) -> None:
-        """Judges now.
+        """Compare now.
 
         :raises AssertionError: if there is more of anything than before; the message lists it.
         """
@@ -65,7 +65,7 @@ class BalanceSheet:
             raise AssertionError("left over:\n  " + "\n  ".join(found))
 
     async def settle(self, timeout: float = 5.0) -> None:
-        """Waits until everything is back, for at most `timeout` seconds, then judges.
+        """Wait until all is balanced, for at most `timeout` seconds, then compare.
 
         :raises AssertionError: if there is more of anything than before; the message lists it.
         """
@@ -77,7 +77,7 @@ class BalanceSheet:
             self.check()
 
     def settle_blocking(self, timeout: float = 5.0) -> None:
-        """As `settle`, outside of a loop; it blocks the thread.
+        """Do the same as `settle` outside of a loop; it blocks the thread.
 
         :raises AssertionError: if there is more of anything than before; the message lists it.
         """
@@ -99,7 +99,7 @@ class BalanceSheet:
 
 
 async def until(condition: Callable[[], object], *, timeout: float = 5.0, what: str = "the condition") -> None:
-    """Waits until `condition()` is true; the loop runs meanwhile.
+    """Wait until `condition()` is true; the loop runs meanwhile.
 
     :param timeout: real seconds, also where the loop's clock is a virtual one.
     :raises TimeoutError: if it did not come true in time.
