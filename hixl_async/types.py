@@ -22,15 +22,20 @@ __all__ = [
 class Access(IntFlag):
     """What peers may do with a region; `WRITE` alone still lets a same-host peer's kernel mapping read."""
 
+    #: Peers may do nothing.
     NONE = 0
+    #: Peers may read.
     READ = 1
+    #: Peers may write.
     WRITE = 2
+    #: Peers may read and write.
     READ_WRITE = 3
 
     @classmethod
     def parse(cls, value: AccessLike) -> Access:
-        """Turns ``"none"``, ``"read"``, ``"write"`` or ``"read-write"`` into an `Access`.
+        """Return the `Access` for a word.
 
+        :param value: ``"none"``, ``"read"``, ``"write"``, ``"read-write"``, or an `Access` already.
         :raises ValueError: if `value` is none of these.
         """
         if isinstance(value, Access):
@@ -45,7 +50,9 @@ class Access(IntFlag):
         return next(word for word, access in _ACCESS_WORDS.items() if access == self)
 
 
+#: An `Access`, or the word for it.
 AccessLike: TypeAlias = Access | Literal["none", "read", "write", "read-write"]
+#: The order in which a driver takes transfers that have not begun.
 Priority: TypeAlias = Literal["low", "normal", "high"]
 
 _ACCESS_WORDS: dict[str, Access] = {
@@ -57,20 +64,28 @@ _ACCESS_WORDS: dict[str, Access] = {
 
 
 class TransferState(Enum):
-    """Where a transfer stands; `drained` is a separate question (see ``Transfer.drained()``)."""
+    """The outcome of a transfer so far; whether it is drained is a separate question (see ``Transfer.drained()``)."""
 
+    #: The outcome is not known yet.
     ACTIVE = "active"
+    #: All bytes are there.
     DONE = "done"
+    #: It failed; the contents of the target range are undefined.
     FAILED = "failed"
+    #: ``cancel()`` ended the wait; the contents of the target range are undefined.
     CANCELLED = "cancelled"
 
 
 class PeerState(Enum):
-    """Where the connection to a peer stands."""
+    """The state of the connection to a peer."""
 
+    #: The two sides are linking their drivers.
     CONNECTING = "connecting"
+    #: Transfers, requests and notifications work.
     UP = "up"
+    #: One side is leaving: work under way is drained, and new work is refused.
     CLOSING = "closing"
+    #: It is over; ``peer.error`` says why.
     DOWN = "down"
 
 
@@ -82,8 +97,9 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Reads ``"host:port"``, ``":port"`` (loopback) or ``"[v6]:port"``.
+        """Parse an address.
 
+        :param text: ``"host:port"``, ``":port"`` (loopback) or ``"[v6]:port"``.
         :raises ValueError: if `text` has no port, or it is not in 0..65535.
         """
         host, colon, port = text.rpartition(":")

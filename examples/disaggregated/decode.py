@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import numpy as np
-from messages import DecodeRequest, Report, Step, arrivals_topic, first_token_topic
-from model import KvMemory, PagedCache
-from timeline import Timeline, Track
-from worker import Worker, kv_digests, start
+from support.messages import DecodeRequest, Report, Step, arrivals_topic, first_token_topic
+from support.model import KvMemory, PagedCache
+from support.timeline import Timeline, Track
+from support.worker import Worker, kv_digests, start
 
 import hixl_async as hx
 

@@ -9,12 +9,16 @@ that alone, and everything is compared with it: tokens, bits of logits, bytes of
 If you came for the code, begin with prefill.py and decode.py. They are P and D, and use most of hixl_async.
 
     prefill.py      process P                     decode.py       process D
-    reference.py    the process that works alone  worker.py       what these three have in common
-    main.py         the command line              story.py        what is run, one thing after another
-    router.py       sends prompts to them         messages.py     what is said between them
-    fleet.py        starts and ends them          loops.py        asyncio's loop or uvloop's
+    main.py         the command line
+
+What they stand on is in support/:
+
+    worker.py       what the processes share      reference.py    the process that works alone
+    story.py        what is run, step by step     router.py       sends prompts to P and D
+    messages.py     what is said between them     fleet.py        starts and ends them
     report.py       what is printed               timeline.py     the picture and the trace
     model.py        the model, with weights.py, tokenizer.py and prompts.py; random_model.py is a tiny one for tests
+    loops.py        asyncio's loop or uvloop's
 """
 
 from __future__ import annotations
@@ -37,15 +41,13 @@ except ModuleNotFoundError as missing:
     print(f"{missing}. In the root of the repository, run\n    pip install -e '.[demo]'", file=sys.stderr)
     raise SystemExit(2) from None
 
-import prompts
-import random_model
-import weights
-from fleet import Failed
-from loops import LOOPS, run
-from report import Console, ReaderLeft
-from story import Options, Question, Story
-from tokenizer import Tokenizer
-from weights import Checkpoint, ModelUnavailable
+from support import prompts, random_model, weights
+from support.fleet import Failed
+from support.loops import LOOPS, run
+from support.report import Console, ReaderLeft
+from support.story import Options, Question, Story
+from support.tokenizer import Tokenizer
+from support.weights import Checkpoint, ModelUnavailable
 
 EXIT_CODES = """exit codes:
   0    P and D gave, to the last bit, what a single process gives

@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from messages import PrefillRequest, Report, Step, first_token_topic
-from model import KvMemory, OnLayer, PagedCache
-from timeline import Timeline, Track
-from worker import Worker, kv_digests, start
+from support.messages import PrefillRequest, Report, Step, first_token_topic
+from support.model import KvMemory, OnLayer, PagedCache
+from support.timeline import Timeline, Track
+from support.worker import Worker, kv_digests, start
 
 import hixl_async as hx
 

@@ -29,12 +29,12 @@ class _Copy(NamedTuple):
 class Coalescer:
     """Collects reads and writes; those of one pass of the loop to one peer leave together, as one batch.
 
-    Between regions and ranges of them, for what is collected has to stay where it is.  Worth it where a transfer costs more
-    than a few microseconds whatever its size: over a network, or a device.  Shared memory copies what is small faster than it
-    could be collected.  Copies have no order among each other, as ever.
+    It pays where a transfer costs more than a few microseconds whatever its size: over a network, or between devices.  Over
+    shared memory a small copy is faster than collecting it.  The copies have no order among each other.  Both sides are
+    regions or ranges of them, because what is collected has to stay where it is.
 
-    Leaving ``async with engine.coalesce() as few:`` sends what is left, waits until everything that was sent is drained, and
-    raises what failed in an ExceptionGroup.  Without ``async with`` the pass of the loop is what sends it.
+    Leaving ``async with engine.coalesce() as few:`` starts what is left, waits until all of it is drained, and raises the
+    failures in an ExceptionGroup.
     """
 
     def __init__(self, core: Core) -> None:
@@ -47,13 +47,24 @@ class Coalescer:
         self._closed = False
 
     def read(self, local: Any, remote: Any) -> asyncio.Future[int]:
-        """As ``engine.read`` between regions or ranges of them, a little later."""
+        """Collect a read between ranges of regions; it starts in this pass of the loop.
+
+        :param local: a range of a local region; what is collected has to stay where it is.
+        :param remote: a range of a remote region, of the same length.
+        :return: a future of the number of bytes.
+        :raises ClosedError: if the coalescer or the engine is closed.
+        :raises RefusedError: if an argument is wrong, at once and not at the end.
+        """
         return self._add("read", local, remote)
 
     def write(self, local: Any, remote: Any) -> asyncio.Future[int]:
-        """As ``engine.write`` between regions or ranges of them, a little later.
+        """Collect a write between ranges of regions; it starts in this pass of the loop.
 
-        :return: a future of the number of bytes; what is wrong with the arguments is raised at once.
+        :param local: a range of a local region; what is collected has to stay where it is.
+        :param remote: a range of a remote region, of the same length.
+        :return: a future of the number of bytes.
+        :raises ClosedError: if the coalescer or the engine is closed.
+        :raises RefusedError: if an argument is wrong, at once and not at the end.
         """
         return self._add("write", local, remote)
 
@@ -71,7 +82,7 @@ class Coalescer:
         return copies[-1].landed
 
     def flush(self) -> None:
-        """Sends now what was collected."""
+        """Start now what was collected, instead of at the end of the pass."""
         while self._collected:
             (verb, _), copies = self._collected.popitem()
             self._send(verb, copies)

@@ -32,15 +32,38 @@ class Group:
         self._interrupting = False
 
     def read(self, local: Any, remote: Any, **options: Any) -> Transfer:
-        """As ``engine.read``, as a member of this group."""
+        """Start a read that belongs to this group.
+
+        :param local: a range of a local region, or any contiguous buffer.
+        :param remote: a range of a remote region, of the same length.
+        :param options: ``notify``, ``signal``, ``timeout`` (seconds) and ``priority``, as for ``engine.read``.
+        :return: the transfer, already started.
+        :raises ClosedError: if the group has ended, or one of its transfers has failed.
+        :raises RefusedError: what ``engine.read`` raises.
+        """
         return self._add(self._core.read(local, remote, **self._open(options)))
 
     def write(self, local: Any, remote: Any, **options: Any) -> Transfer:
-        """As ``engine.write``, as a member of this group."""
+        """Start a write that belongs to this group.
+
+        :param local: a range of a local region, or any contiguous buffer.
+        :param remote: a range of a remote region, of the same length.
+        :param options: ``notify``, ``signal``, ``timeout`` (seconds) and ``priority``, as for ``engine.write``.
+        :return: the transfer, already started.
+        :raises ClosedError: if the group has ended, or one of its transfers has failed.
+        :raises RefusedError: what ``engine.write`` raises.
+        """
         return self._add(self._core.write(local, remote, **self._open(options)))
 
     def submit(self, batch: Batch, **options: Any) -> Transfer:
-        """As ``engine.submit``, as a member of this group."""
+        """Start a prepared batch that belongs to this group.
+
+        :param batch: the copies.
+        :param options: ``notify``, ``signal``, ``timeout`` (seconds) and ``priority``, as for ``engine.submit``.
+        :return: the transfer, already started.
+        :raises ClosedError: if the group has ended, or one of its transfers has failed.
+        :raises RefusedError: what ``engine.submit`` raises.
+        """
         return self._add(self._core.submit(batch, **self._open(options)))
 
     def _open(self, options: dict[str, Any]) -> dict[str, Any]:

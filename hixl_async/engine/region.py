@@ -81,7 +81,10 @@ class Region(LocalMemory):
         return f"<Region {self.name!r} {self.size} bytes, access={self.access}{'' if self.alive else ', closed'}>"
 
     def access_for(self, peer: Any) -> Access:
-        """What `peer` is given: `access`, narrowed by the ``grant=`` function; nothing if that fails."""
+        """Return the access that a peer is given: `access`, narrowed by the ``grant=`` function; none if that fails.
+
+        :param peer: the peer.
+        """
         if self._grant is None:
             return self.access
         try:
@@ -93,7 +96,7 @@ class Region(LocalMemory):
             return Access.NONE
 
     async def ready(self) -> None:
-        """Waits until all drivers have the memory registered; peers and transfers wait by themselves.
+        """Wait until all drivers have the memory registered; peers and transfers wait by themselves.
 
         :raises DriverError: if a driver's transport cannot register it, so that it cannot be used over that driver.
         :raises ClosedError: if the engine is closed meanwhile.

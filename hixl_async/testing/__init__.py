@@ -1,4 +1,4 @@
-"""For the tests of your own programs: faults on demand, engines in pairs and processes, and proof that nothing leaked.
+"""Tools for the tests of your own programs: faults on demand, engines in pairs and processes, and proof that nothing leaks.
 
 Nothing here is imported by the package itself.
 

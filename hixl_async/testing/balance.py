@@ -43,7 +43,7 @@ class BalanceSheet:
         self._before = _take()
 
     def differences(self) -> list[str]:
-        """Return what there is more of than at the snapshot, one line each; empty if all is balanced."""
+        """Return a line for each thing that there is more of than at the snapshot."""
         after = _take()
         return [
             f"{row}: {self._before[row]} before, {count} now"
@@ -52,7 +52,7 @@ class BalanceSheet:
         ]
 
     def check(self) -> None:
-        """Compare now.
+        """Compare now with the snapshot.
 
         :raises AssertionError: if there is more of anything than before; the message lists it.
         """
@@ -65,8 +65,9 @@ class BalanceSheet:
             raise AssertionError("left over:\n  " + "\n  ".join(found))
 
     async def settle(self, timeout: float = 5.0) -> None:
-        """Wait until all is balanced, for at most `timeout` seconds, then compare.
+        """Wait until everything is back, then `check`.
 
+        :param timeout: the most seconds to wait.
         :raises AssertionError: if there is more of anything than before; the message lists it.
         """
         if self.differences():
@@ -77,8 +78,9 @@ class BalanceSheet:
             self.check()
 
     def settle_blocking(self, timeout: float = 5.0) -> None:
-        """Do the same as `settle` outside of a loop; it blocks the thread.
+        """Do as `settle` outside of an event loop; the thread blocks meanwhile.
 
+        :param timeout: the most seconds to wait.
         :raises AssertionError: if there is more of anything than before; the message lists it.
         """
         if self.differences():
@@ -99,9 +101,11 @@ class BalanceSheet:
 
 
 async def until(condition: Callable[[], object], *, timeout: float = 5.0, what: str = "the condition") -> None:
-    """Wait until `condition()` is true; the loop runs meanwhile.
+    """Wait until a condition is true; the loop runs meanwhile.
 
+    :param condition: called often.
     :param timeout: real seconds, also where the loop's clock is a virtual one.
+    :param what: the condition in words, for the error.
     :raises TimeoutError: if it did not come true in time.
     """
     deadline = time.monotonic() + timeout

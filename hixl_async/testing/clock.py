@@ -34,18 +34,25 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         super().__init__()
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was made."""
         return self._now
 
     def call_at(
         self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As asyncio's; remembers when, for `advance`."""
+        """Schedule a callback, as asyncio's loops do, and remember the time for `advance`.
+
+        :param when: virtual seconds, as `time` returns them.
+        :param callback: called with `args` in `context`.
+        """
         heapq.heappush(self._whens, when)
         return super().call_at(when, callback, *args, context=context)
 
     async def advance(self, seconds: float) -> None:
-        """Moves the clock by `seconds`, stopping at every timer on the way so that each runs at its own time."""
+        """Move the clock, and stop at every timer on the way so that each runs at its own time.
+
+        :param seconds: by how much.
+        """
         end = self._now + seconds
         while self._whens and self._whens[0] <= end:
             self._now = max(self._now, heapq.heappop(self._whens))

@@ -30,7 +30,12 @@ class EnginePair(NamedTuple):
     async def region(
         self, name: str = "region", size: int = 1 << 16, *, access: AccessLike = "read-write"
     ) -> tuple[Region, RemoteRegion]:
-        """A new region of the right engine, and what the left one sees of it."""
+        """Allocate a region in the right engine; return it, and the remote region that the left engine sees.
+
+        :param name: unique in the right engine.
+        :param size: bytes.
+        :param access: what the left engine may do with it.
+        """
         region = self.right.allocate(name, size, access=access)
         return region, await self.peer.region(name)
 
@@ -39,7 +44,7 @@ class EnginePair(NamedTuple):
 async def engine_pair(
     drivers: Drivers | None = None, *, other: Drivers | None = None, **settings: Any
 ) -> AsyncIterator[EnginePair]:
-    """Opens two engines and connects them; closes both at the end.
+    """Open two engines and connect them; close both at the end.
 
     ::
 

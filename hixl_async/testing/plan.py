@@ -40,7 +40,7 @@ _LAYOUT, _RULES = 1, 64
 
 
 class FaultCounts(NamedTuple):
-    """What a plan has injected so far."""
+    """The faults that a plan has injected so far, by kind."""
 
     #: Operations that were looked at: every read, write, batch, signal and notification.
     ops: int
@@ -165,8 +165,10 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Delays by `low`, or by between `low` and `high` seconds.
+        """Delay operations.
 
+        :param low: the least delay, in seconds.
+        :param high: the greatest; default: `low`.
         :param part: ``"operation"``: bytes land late; ``"outcome"``: they land at once and the report is late;
             ``"note"``: data in time, signal and notification later.
         """
@@ -179,7 +181,10 @@ class FaultPlan:
         )  # fmt: skip
 
     def bandwidth(self, rate: float, *, verb: Verb = "any") -> Self:
-        """Paces every link to `rate` bytes per second: one virtual wire, both directions, first in, first out."""
+        """Make every link one virtual wire for both directions: first in, first out.
+
+        :param rate: bytes per second.
+        """
         if not 1 <= rate < 1 << 62:
             raise InvalidArgumentError(f"rate must be at least one byte per second, not {rate!r}")
         return self._add("bandwidth", {"rate": rate}, None, None, None, 1.0, verb, low=int(rate))
@@ -193,7 +198,7 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Never finishes inside the call: the outcome comes from another thread, as with a network."""
+        """Finish no operation inside the call: the outcome comes from another thread, as with a network."""
         return self._add("pending", {}, nth, every, count, chance, verb)
 
     def hold(
@@ -205,7 +210,7 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Holds operations, unsent, until `release`; a cancelled one never lands."""
+        """Hold operations, unsent, until `release`; a cancelled one never lands."""
         return self._add("hold", {}, nth, every, count, chance, verb)
 
     def late(
@@ -217,7 +222,7 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Holds operations until `release`; one that is cancelled or timed out meanwhile lands all the same, later.
+        """Hold operations until `release`; one that is cancelled or timed out meanwhile lands all the same, later.
 
         Its memory stays pinned until then, as with a transport that cannot take work back.
         """
@@ -232,9 +237,10 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Holds operations, unsent, until `release`, and no cancel reaches them, as with a transport that hangs.
+        """Hold operations, unsent, until `release`, and no cancel reaches them, as with a transport that hangs.
 
-        What runs out of time is given up by the driver, and its memory is free again; what is cancelled is not.
+        The driver gives up an operation that runs out of time, and its memory is free again; it does not give up one that is
+        cancelled.
         """
         return self._add("stuck", {}, nth, every, count, chance, verb)
 
@@ -248,7 +254,10 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "transfer",
     ) -> Self:
-        """Moves the first part (`after`, 0..1) of the bytes, then nothing until `release`."""
+        """Move the first part of an operation's bytes, then nothing until `release`.
+
+        :param after: the part that moves, 0 to 1.
+        """
         if not 0 <= after < 1:
             raise InvalidArgumentError(f"after must be in 0..1, not {after!r}")
         return self._add("stall", {"after": after}, nth, every, count, chance, verb, low=round(after * 1e6))
@@ -266,8 +275,9 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Fails operations after they were accepted.
+        """Fail operations after they were accepted.
 
+        :param status: the kind of failure.
         :param native: the transport's own code.
         :param index: the failed descriptor; those before it land.  Default: unknown, nothing lands.
         :param link: the failure breaks the whole link.
@@ -289,11 +299,15 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Refuses operations: the call raises BusyError and nothing is sent."""
+        """Refuse operations: the call raises `BusyError`, and nothing is sent."""
         return self._add("busy", {}, nth, every, count, chance, verb)
 
     def reorder(self, window: int = 4, within: float = 0.01, *, chance: float = 1.0, verb: Verb = "any") -> Self:
-        """Collects `window` operations of a link, or those of `within` seconds, and runs them in another order."""
+        """Collect operations of a link, and run them in another order.
+
+        :param window: operations that are collected, at least 2.
+        :param within: the most seconds for which one waits for the others.
+        """
         if not 2 <= window <= 1 << 16 or not 0 < within < 1e6:
             raise InvalidArgumentError("window must be at least 2 operations, within a positive number of seconds")
         words = {"window": window, "within": within}
@@ -308,11 +322,11 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """The operation finds the link broken, and its peer is lost.  See `break_links` for doing it now."""
+        """Break the link under an operation, so that its peer is lost.  `break_links` does it now."""
         return self._add("drop_peer", {}, nth, every, count, chance, verb)
 
     def clear(self) -> Self:
-        """Forgets all rules; what is delayed or held stays so."""
+        """Forget all rules; operations that are delayed or held stay so."""
         self._rules.clear()
         self._block.rules = 0
         return self
@@ -362,22 +376,27 @@ class FaultPlan:
     # -- commands
 
     def release(self, n: int | None = None) -> None:
-        """Lets go of all that is held, or of the `n`-th oldest of it (from 1).
+        """Let go of the operations that are held.
 
-        On the loop's thread the work is with the wrapped driver when this returns; on others it soon will be.
+        On the loop's thread they are with the wrapped driver when this returns; on other threads they soon will be.
+
+        :param n: which one, from 1 for the oldest; default: all.
+        :raises InvalidArgumentError: if `n` is less than 1.
         """
         if n is not None and n < 1:
             raise InvalidArgumentError(f"n counts from 1, it cannot be {n!r}")
         self._command(_RELEASE, n or 0)
 
     def break_links(self) -> None:
-        """Breaks every link of the engines that use this plan, now: their peers are lost."""
+        """Break every link of the engines that use this plan, now: their peers are lost."""
         self._command(_BREAK, 0)
 
     def say(self, data: bytes) -> None:
-        """Lets the driver of every link of the engines that use this plan send a message to the driver at its other end.
+        """Send a message to the driver at the other end of every link of the engines that use this plan.
 
-        One under a plan shows it as a notification of topic ``faulty.said``; others may not take it.
+        A driver under a plan shows it as a notification of topic ``faulty.said``; other drivers may refuse it.
+
+        :param data: the message.
         """
         saying = _Saying(data, len(data))
         self._command(_SAY, ctypes.addressof(saying))
@@ -390,25 +409,26 @@ class FaultPlan:
 
     @property
     def counts(self) -> FaultCounts:
-        """What was injected so far."""
+        """The faults that were injected so far."""
         return FaultCounts(*(getattr(self._block, name) for name in FaultCounts._fields))
 
     @property
     def holding(self) -> int:
-        """Operations that wait for `release`."""
+        """The number of operations that wait for `release`."""
         return int(self._block.holding)
 
     # -- to another process
 
     def spec(self) -> dict[str, Any]:
-        """The plan as JSON-safe data; `parse` makes it again, with counters at zero."""
+        """Return the plan as JSON-safe data; `parse` makes it again, with counters at zero."""
         return {"seed": self.seed, "rules": [[name, dict(words)] for name, words in self._rules]}
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> FaultPlan:
-        """The plan that `spec` described.
+        """Return the plan that `spec` described.
 
-        :raises InvalidArgumentError: if it describes none.
+        :param spec: what `spec` returned, perhaps in another process.
+        :raises InvalidArgumentError: if it describes no plan.
         """
         try:
             plan = cls(spec["seed"])
@@ -424,8 +444,10 @@ class FaultPlan:
 
 
 def faulty(driver: str, plan: FaultPlan, **options: Any) -> dict[str, dict[str, Any]]:
-    """What ``Engine(drivers=...)`` takes to run `driver` under `plan`; peers see the driver by its own name.
+    """Return the ``drivers=`` of an engine that runs a driver under a plan; peers see the driver by its own name.
 
+    :param driver: its name.
+    :param plan: the faults.
     :param options: for the wrapped driver.
     """
     inner = {f"inner.{key}": value for key, value in options.items()}

@@ -56,10 +56,11 @@ class PeerProcess:
     # -- what it can be asked for
 
     async def run(self, target: str, /, **arguments: Any) -> Any:
-        """Calls ``function(engine, **arguments)`` over there, a function or a coroutine function.
+        """Call ``function(engine, **arguments)`` in that process.
 
-        :param target: ``"module:function"``.
-        :param arguments: JSON-safe; so is what the function returns.
+        :param target: ``"module:function"``, of a function or a coroutine function.
+        :param arguments: JSON-safe, as is what the function returns.
+        :return: what the function returns.
         :raises HixlError: what the function raised, with its type.
         :raises PeerProcessError: if it raised something else, or the process is gone.
         """
@@ -81,48 +82,83 @@ class PeerProcess:
         return await self.run(f"hixl_async.testing.child:{verb}", **arguments)
 
     async def allocate(self, name: str, size: int, *, access: AccessLike = "read-write") -> None:
-        """Allocates a region over there."""
+        """Allocate a region in that process.
+
+        :param name: unique in its engine.
+        :param size: bytes.
+        :param access: what peers may do with it.
+        """
         await self._do("allocate", name=name, size=size, access=str(access))
 
     async def peek(self, region: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes of one of its regions."""
+        """Return bytes of one of its regions.
+
+        :param region: its name.
+        :param start: the first byte.
+        :param stop: the byte after the last; default: the end of the region.
+        """
         return base64.b64decode(await self._do("peek", region=region, start=start, stop=stop))
 
     async def poke(self, region: str, data: bytes, start: int = 0) -> None:
-        """Changes bytes of one of its regions."""
+        """Store bytes into one of its regions.
+
+        :param region: its name.
+        :param data: the bytes.
+        :param start: where they go, in bytes.
+        """
         await self._do("poke", region=region, data=_text(data), start=start)
 
     async def connect(self, address: str) -> None:
-        """Connects its engine to another one."""
+        """Connect its engine to another one.
+
+        :param address: where that one listens, ``"host:port"``.
+        :raises ConnectError: if no connection could be made.
+        """
         await self._do("connect", address=address)
 
     async def write(
         self, peer: str, region: str, data: bytes, start: int = 0, *, notify: tuple[str, bytes] | None = None
     ) -> None:
-        """Writes into a region of one of its peers, by name, and waits for the outcome."""
+        """Let it write into a region of one of its peers, and wait for the outcome.
+
+        :param peer: the peer's name.
+        :param region: the region's name.
+        :param data: the bytes.
+        :param start: where they go, in bytes.
+        :param notify: topic and payload of a notification after the data.
+        :raises HixlError: what the write raised there.
+        """
         note = None if notify is None else [notify[0], _text(notify[1])]
         await self._do("write", peer=peer, region=region, data=_text(data), start=start, notify=note)
 
     async def read(self, peer: str, region: str, start: int, stop: int) -> bytes:
-        """Reads from a region of one of its peers, by name."""
+        """Let it read from a region of one of its peers.
+
+        :param peer: the peer's name.
+        :param region: the region's name.
+        :param start: the first byte.
+        :param stop: the byte after the last.
+        :return: the bytes.
+        :raises HixlError: what the read raised there.
+        """
         return base64.b64decode(await self._do("read", peer=peer, region=region, start=start, stop=stop))
 
     async def stats(self) -> dict[str, int]:
-        """The counters and gauges of its engine."""
+        """Return the counters and gauges of its engine; see `EngineStats`."""
         return dict(await self._do("stats"))
 
     # -- what can be done to it
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process with SIGKILL."""
         self._signal(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGSTOP: it keeps everything and does nothing, until `resume`."""
+        """Stop the process with SIGSTOP: it keeps everything and does nothing, until `resume`."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Let the process go on, with SIGCONT."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
@@ -130,11 +166,17 @@ class PeerProcess:
             signal.pidfd_send_signal(self._pidfd, number)
 
     async def exited(self) -> int:
-        """Waits for its end: the exit status, or minus the signal that ended it."""
+        """Wait for the end of the process.
+
+        :return: its exit status, or minus the number of the signal that ended it.
+        """
         return await asyncio.shield(self._exited)
 
     async def aclose(self, timeout: float = 10.0) -> None:
-        """Asks it to close its engine and end; kills it if it does not within `timeout` seconds.  Idempotent."""
+        """Ask the process to close its engine and to end; kill it if it does not.  Idempotent.
+
+        :param timeout: seconds before it is killed.
+        """
         with contextlib.suppress(ConnectionError):
             if not self._exited.done():
                 self.resume()
@@ -191,7 +233,7 @@ async def peer_process(
     regions: dict[str, int] | None = None,
     **settings: Any,
 ) -> AsyncIterator[PeerProcess]:
-    """Starts another Python process with an engine of its own, and ends it.
+    """Start another Python process with an engine of its own, and end it.
 
     ::
 
@@ -201,6 +243,8 @@ async def peer_process(
             assert await process.peek("kv", 0, 5) == b"hello"
             process.kill()
 
+    :param name: of its engine.
+    :param driver: the name of its only driver.
     :param options: of its driver, JSON-safe.
     :param plan: faults of its engine; it is made anew over there, with counters of its own.
     :param loop: ``"asyncio"`` or ``"uvloop"``.

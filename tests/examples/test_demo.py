@@ -28,13 +28,12 @@ import pytest
 pytest.importorskip("numpy", reason="the demo needs numpy")
 
 import main
-import random_model
-import weights
-from messages import Report, Step
-from report import compare
-from router import Router, Run
-from timeline import Track
-from tokenizer import Tokenizer
+from support import random_model, weights
+from support.messages import Report, Step
+from support.report import compare
+from support.router import Router, Run
+from support.timeline import Track
+from support.tokenizer import Tokenizer
 
 import hixl_async
 from tests.hixlsim.build import build
@@ -411,7 +410,7 @@ def test_a_failing_request_shows_its_traceback(
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("module", ["prefill.py", "decode.py", "reference.py"])
+@pytest.mark.parametrize("module", ["prefill.py", "decode.py", "support/reference.py"])
 def test_a_process_that_does_not_start_ends_all(
     start: Callable[..., Demo], altered: Callable[[str, str, str], Path], module: str
 ) -> None:

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import fleet
 import pytest
-from fleet import Failed, Fleet
-from messages import Settings
+from support import fleet
+from support.fleet import Failed, Fleet
+from support.messages import Settings
 
 import hixl_async as hx
 
@@ -37,7 +37,7 @@ asyncio.run(main())
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the user is told.  A second is short."""
     (tmp_path / "decode.py").write_text(IDLE)
-    monkeypatch.setattr(fleet, "__file__", str(tmp_path / "fleet.py"))
+    monkeypatch.setattr(fleet, "__file__", str(tmp_path / "support" / "fleet.py"))
     monkeypatch.setattr(fleet, "LOOK", 0.02)
     monkeypatch.setenv("PYTHONPATH", str(Path(hx.__file__).parents[1]))
     return []

@@ -21,8 +21,8 @@ import pytest
 
 np = pytest.importorskip("numpy", reason="the demo's model needs numpy")
 
-import weights  # noqa: E402 - after importorskip, as those below
-from model import (  # noqa: E402
+from support import weights  # noqa: E402 - after importorskip, as those below
+from support.model import (  # noqa: E402
     Llama,
     PagedCache,
     attention,
@@ -34,8 +34,8 @@ from model import (  # noqa: E402
     rotations,
     silu,
 )
-from tokenizer import TextStream, Tokenizer, Vocabulary, byte_alphabet, chat_prompt, split_words  # noqa: E402
-from weights import Checkpoint, Config, ModelUnavailable, Weights  # noqa: E402
+from support.tokenizer import TextStream, Tokenizer, Vocabulary, byte_alphabet, chat_prompt, split_words  # noqa: E402
+from support.weights import Checkpoint, Config, ModelUnavailable, Weights  # noqa: E402
 
 Array = Any  # numpy itself is only known to be there at run time
 
@@ -623,7 +623,7 @@ RACER = """
 import hashlib, sys, time
 from pathlib import Path
 import gguf.quants
-import weights
+from support import weights
 
 source, cache, me = map(Path, sys.argv[1:])
 me.touch()
@@ -794,8 +794,8 @@ def test_capital_of_france(llama: Llama, tokenizer: Tokenizer) -> None:
 PREFILL_PROCESS = """
 import json, sys
 import numpy as np
-from model import Llama, PagedCache
-from weights import load
+from support.model import Llama, PagedCache
+from support.weights import load
 
 job = json.loads(sys.argv[1])
 checkpoint = load()

@@ -11,7 +11,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
-from timeline import Span, Timeline, Track, draw
+from support.timeline import Span, Timeline, Track, draw
 
 MS = 1_000_000
 SVG = "{http://www.w3.org/2000/svg}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import cycle, islice
 
-from tokenizer import Tokenizer, chat_prompt
+from .tokenizer import Tokenizer, chat_prompt
 
 SHORT = "What is the capital of France, and what is it known for?"
 

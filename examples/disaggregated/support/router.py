@@ -9,12 +9,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet import Fleet
-from messages import DecodeRequest, GenerateRequest, PrefillRequest, Report, Step, arrivals_topic, tokens_topic
-from timeline import Timeline, Track
-from tokenizer import TextStream, Tokenizer
-
 import hixl_async as hx
+
+from .fleet import Fleet
+from .messages import DecodeRequest, GenerateRequest, PrefillRequest, Report, Step, arrivals_topic, tokens_topic
+from .timeline import Timeline, Track
+from .tokenizer import TextStream, Tokenizer
 
 
 def ignore(_number: int) -> None:

@@ -10,17 +10,17 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from fleet import Fleet
-from messages import Settings
-from model import blocks_needed
-from report import Column, Console, Typewriter, compare, milliseconds, size, table, timing, traffic
-from router import Router, Run
-from timeline import Timeline, Track, draw
-from tokenizer import Tokenizer
-from weights import Checkpoint
-from worker import BLOCK_TOKENS
-
 import hixl_async as hx
+
+from .fleet import Fleet
+from .messages import Settings
+from .model import blocks_needed
+from .report import Column, Console, Typewriter, compare, milliseconds, size, table, timing, traffic
+from .router import Router, Run
+from .timeline import Timeline, Track, draw
+from .tokenizer import Tokenizer
+from .weights import Checkpoint
+from .worker import BLOCK_TOKENS
 
 PACED_TOKENS = 8  # over the paced link: enough to see how decoding begins
 PACED_SHARE = 0.8  # of the time in which P computes a layer, the paced link needs to carry it

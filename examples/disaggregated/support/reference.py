@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from messages import GenerateRequest, Report
-from model import PagedCache, blocks_needed
-from timeline import Timeline
-from worker import BLOCK_TOKENS, Worker, kv_digests, start
 
 import hixl_async as hx
+
+from .messages import GenerateRequest, Report
+from .model import PagedCache, blocks_needed
+from .timeline import Timeline
+from .worker import BLOCK_TOKENS, Worker, kv_digests, start
 
 
 async def program(worker: Worker) -> None:

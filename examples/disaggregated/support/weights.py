@@ -26,7 +26,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizer import Vocabulary
+
+from .tokenizer import Vocabulary
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from tokenizer import Vocabulary, byte_alphabet
-from weights import Array, Checkpoint, Config, Weights
+
+from .tokenizer import Vocabulary, byte_alphabet
+from .weights import Array, Checkpoint, Config, Weights
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|never|>")
 

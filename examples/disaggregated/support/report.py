@@ -12,9 +12,9 @@ from shutil import get_terminal_size
 from statistics import median
 from typing import NamedTuple
 
-from router import Run
-from timeline import Track
-from tokenizer import TextStream, Tokenizer
+from .router import Run
+from .timeline import Track
+from .tokenizer import TextStream, Tokenizer
 
 _WIDTH = 100  # of a line, at most
 _LABEL, _COLUMN = 38, 22  # of a table

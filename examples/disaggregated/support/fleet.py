@@ -12,11 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from messages import Settings
-
 import hixl_async as hx
 
-PROGRAMS = {"P": "prefill.py", "D": "decode.py", "reference": "reference.py"}
+from .messages import Settings
+
+#: The module of each process, as seen from the demo's folder.
+PROGRAMS = {"P": "prefill", "D": "decode", "reference": "support.reference"}
 
 #: Served by every engine, whatever its process is computing.
 PING = "hixl.ping"
@@ -129,15 +130,20 @@ class Fleet:
         return {name: _describe(end.result()) for name, end in self._ends.items() if end.done()}
 
     async def _start(self) -> None:
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         for name in self._names:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-X", "faulthandler"),  # a crash in native code leaves a traceback, too
-                str(Path(__file__).with_name(PROGRAMS[name])),
+                *("-P", "-m", PROGRAMS[name]),
                 self._settings.to_json(),
                 stdin=asyncio.subprocess.DEVNULL,
                 # Several threads of BLAS would not add up in the same order each time.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+                    "PYTHONPATH": path,
+                },
                 # Ctrl-C is for the router alone, which then leaves, and the others with it.
                 start_new_session=True,
             )

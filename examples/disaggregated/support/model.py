@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from weights import Config, Weights
+
+from .weights import Config, Weights
 
 Array = npt.NDArray[np.float32]
 Rotations = npt.NDArray[np.complex64]

@@ -17,15 +17,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import loops
 import numpy as np
-import random_model
-import weights
-from messages import Settings, Step, tokens_topic
-from model import Array, Llama, OnLayer, PagedCache
 
 import hixl_async as hx
 from hixl_async.testing import FaultPlan, faulty
+
+from . import loops, random_model, weights
+from .messages import Settings, Step, tokens_topic
+from .model import Array, Llama, OnLayer, PagedCache
 
 BLOCK_TOKENS = 16
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>

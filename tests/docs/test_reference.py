@@ -1,0 +1,211 @@
+"""Every public name is in the API reference, and its docstring says what a caller has to know."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hixl_async import HixlError, RefusedError, TransferError, errors
+
+from .pages import ROOT
+
+MODULES = ("hixl_async", "hixl_async.kv", "hixl_async.testing")
+REFERENCE = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    for module in map(importlib.import_module, MODULES):
+        for name in module.__all__:
+            if not inspect.ismodule(value := getattr(module, name)):
+                yield f"{module.__name__}.{name}", value
+
+
+PUBLIC = dict(public())
+
+
+def members(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a public class defines or inherits from this package, by its public path."""
+    for name in dir(value):
+        if name.startswith("_"):
+            continue
+        member = inspect.getattr_static(value, name)
+        owner = next(base for base in value.__mro__ if name in vars(base))
+        if owner.__module__.startswith("hixl_async"):
+            yield f"{path}.{name}", getattr(member, "__func__", member)
+
+
+CALLABLES = {
+    path: member
+    for public_path, value in PUBLIC.items()
+    for path, member in ([(public_path, value)] if not inspect.isclass(value) else members(public_path, value))
+    if inspect.isroutine(member)
+}
+
+
+def test_the_reference_has_every_public_name_and_no_other() -> None:
+    assert sorted(re.findall(r"^::: (.+)$", REFERENCE, re.MULTILINE)) == sorted(PUBLIC)
+
+
+# -- what docstrings say
+
+#: Docstrings that lack parameters today, and those that begin with another form of the verb.  Both lists may only shrink.
+UNEXPLAINED = {
+    "hixl_async.Batch.strided",
+    "hixl_async.Engine.notify",
+    "hixl_async.Engine.read",
+    "hixl_async.Engine.submit",
+    "hixl_async.Engine.unserve",
+    "hixl_async.EngineConfig.build",
+    "hixl_async.Region.export",
+    "hixl_async.RemoteRegion.map",
+    "hixl_async.Transfer.add_done_callback",
+    "hixl_async.Transfer.cancel",
+    "hixl_async.kv.LayerStream.check",
+    "hixl_async.kv.LayerStream.layer",
+    "hixl_async.kv.Layout.shape",
+    "hixl_async.kv.Outcome.error",
+    "hixl_async.kv.Outcome.parse",
+    "hixl_async.kv.Pool.reserve",
+    "hixl_async.kv.Pool.reserve_nowait",
+}
+IN_THE_THIRD_PERSON = {
+    "hixl_async.Batch.strided",
+    "hixl_async.Engine.drain",
+    "hixl_async.Engine.drained",
+    "hixl_async.Engine.driver_facts",
+    "hixl_async.Engine.notify",
+    "hixl_async.Engine.on_close",
+    "hixl_async.Engine.open",
+    "hixl_async.Engine.read",
+    "hixl_async.Engine.room",
+    "hixl_async.Engine.serve",
+    "hixl_async.Engine.submit",
+    "hixl_async.Engine.unserve",
+    "hixl_async.Engine.write",
+    "hixl_async.Region.drained",
+    "hixl_async.Region.pin",
+    "hixl_async.Region.registration",
+    "hixl_async.Region.released",
+    "hixl_async.Region.unpin",
+    "hixl_async.RegionSlice.drained",
+    "hixl_async.RemoteRegion.drained",
+    "hixl_async.RemoteRegion.map",
+    "hixl_async.RemoteRegion.pin",
+    "hixl_async.RemoteRegion.released",
+    "hixl_async.RemoteRegion.unpin",
+    "hixl_async.Subscription.aclose",
+    "hixl_async.Subscription.close",
+    "hixl_async.Transfer.add_done_callback",
+    "hixl_async.Transfer.at_least",
+    "hixl_async.Transfer.cancel",
+    "hixl_async.Transfer.drained",
+    "hixl_async.Transfer.remove_done_callback",
+    "hixl_async.kv.Blocks.aclose",
+    "hixl_async.kv.Blocks.fenced",
+    "hixl_async.kv.LayerStream.abort",
+    "hixl_async.kv.LayerStream.check",
+    "hixl_async.kv.LayerStream.fenced",
+    "hixl_async.kv.LayerStream.finished",
+    "hixl_async.kv.LayerStream.layer",
+    "hixl_async.kv.Outcome.parse",
+    "hixl_async.kv.Pool.aclose",
+    "hixl_async.kv.PushStream.abort",
+    "hixl_async.kv.PushStream.aclose",
+    "hixl_async.kv.PushStream.finished",
+    "hixl_async.kv.PushStream.push",
+}
+
+
+def docstring(value: Any) -> str:
+    """Return a docstring without the signature that Cython puts before it."""
+    return re.sub(r"\A[\w.]+\([^\n]*(?:\n\n|\Z)", "", inspect.getdoc(value) or "")
+
+
+def parameters(value: Any) -> list[str]:
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return []
+    return [name for name in signature.parameters if name not in ("self", "cls", "exc", "kind", "error", "trace")]
+
+
+def unexplained(path: str, value: Any) -> list[str]:
+    """Return the parameters that a docstring does not explain; those common to a class's methods stand in the class's own."""
+    owner = PUBLIC.get(path.rpartition(".")[0])
+    common = docstring(owner) if owner is not None else ""
+    return [
+        name
+        for name in parameters(value)
+        if not re.search(rf":param {name}:|`{name}`|``{name}", docstring(value)) and f"``{name}=" not in common
+    ]
+
+
+def problems() -> Iterator[tuple[str, str]]:
+    for path, value in CALLABLES.items():
+        if not docstring(value):
+            yield path, "docstring"
+        elif missing := unexplained(path, value):
+            yield path, ", ".join(missing)
+
+
+def test_docstrings_explain_all_parameters() -> None:
+    assert {path: what for path, what in problems() if path not in UNEXPLAINED} == {}
+
+
+def test_public_classes_and_functions_have_docstrings() -> None:
+    documented = {path: value for path, value in PUBLIC.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    assert [path for path, value in documented.items() if not docstring(value)] == []
+
+
+#: Nouns that end like a verb of the third person.
+NOUNS = {"Arguments", "Blocks", "Bytes", "Counters", "Descriptors", "Names", "Peers", "Seconds"}
+
+
+def test_docstrings_begin_with_an_imperative_or_a_noun() -> None:
+    first = {path: docstring(value).split()[0] for path, value in CALLABLES.items() if docstring(value)}
+    wrong = {
+        path: word
+        for path, word in first.items()
+        if word in ("As", "How", "What", "When", "Whether", "Who") or (word.endswith("s") and word not in NOUNS)
+    }
+    assert {path: word for path, word in wrong.items() if path not in IN_THE_THIRD_PERSON} == {}
+
+
+def test_docstrings_refer_to_no_others_for_their_parameters() -> None:
+    found = {
+        path for path, value in CALLABLES.items() if re.search(r"arameters (and errors )?as for", docstring(value))
+    }
+    assert found - UNEXPLAINED == set()
+
+
+# -- the table of errors
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    """Return the root and the word for retryable of each error in the table of docs/errors.md."""
+    text = (ROOT / "docs/errors.md").read_text()
+    refused, failed = text.split("## Refused")[1].split("## Failed in flight")
+    found: dict[str, tuple[str, str]] = {}
+    for root, part in (("refused", refused), ("failed", failed.split("## Errors that")[0])):
+        for line in part.splitlines():
+            if match := re.match(r"\| \[`(\w+)`\].*\| (yes|no) \|$", line):
+                found[match[1]] = root, match[2]
+    return found
+
+
+def test_the_table_of_errors_is_complete_and_right() -> None:
+    expected = {
+        name: ("refused" if issubclass(kind, RefusedError) else "failed", "yes" if kind.retryable else "no")
+        for name in errors.__all__
+        if issubclass(kind := getattr(errors, name), RefusedError | TransferError)
+    }
+    assert rows() == expected
+
+
+def test_both_roots_are_disjoint() -> None:
+    kinds = [getattr(errors, name) for name in errors.__all__]
+    assert not [kind for kind in kinds if issubclass(kind, RefusedError) and issubclass(kind, TransferError)]
+    assert all(issubclass(kind, HixlError) for kind in kinds)
