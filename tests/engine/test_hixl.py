@@ -33,6 +33,7 @@ from hixl_async.engine import links as engine_links
 from hixl_async.engine.messages import binary_text
 from hixl_async.testing import EnginePair, engine_pair, peer_process
 from tests.hixlsim.build import build
+from tests.signals import interrupted
 
 from .conftest import until
 
@@ -150,6 +151,19 @@ async def test_a_stream_of_layers(pair: EnginePair) -> None:
         assert sorted(landed) == [0, 1, 2, 3]
         assert (theirs[:, :, blocks.ids] == values).all()
         del ours, theirs
+
+
+async def test_signals_that_the_program_handles(pair: EnginePair) -> None:
+    there, remote = await pair.region("there", 4096)
+    here = pair.left.allocate("here", 4096)
+    memoryview(here)[:] = bytes(range(256)) * 16
+    heard = pair.right.notifications("n")
+    with interrupted() as signals:
+        while signals.n < 50:
+            assert await pair.left.write(here, remote, notify=("n", b"")) == 4096
+            assert await pair.left.read(here, remote) == 4096
+            await anext(heard)
+    assert bytes(memoryview(there)) == bytes(range(256)) * 16
 
 
 # -- memory that comes and goes while links live

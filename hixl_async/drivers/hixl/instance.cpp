@@ -7,6 +7,7 @@
 #include <cstdarg>
 #include <cstdio>
 
+#include "hxa_retry.h"
 #include "link.hpp"
 
 namespace hx {
@@ -15,7 +16,7 @@ namespace {
 
 uint64_t random_word() {
     uint64_t word;
-    if (retried([&] { return getrandom(&word, sizeof word, 0); }) != sizeof word)
+    if (HXA_RETRY(getrandom(&word, sizeof word, 0)) != sizeof word)
         word = clock_now() ^ static_cast<uint64_t>(getpid()) << 40;
     return word;
 }

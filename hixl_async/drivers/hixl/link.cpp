@@ -11,6 +11,7 @@
 #include "address.hpp"
 #include "doorbell.hpp"
 #include "endpoint.hpp"
+#include "hxa_retry.h"
 #include "memory.hpp"
 #include "operation.hpp"
 
@@ -50,7 +51,7 @@ int link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card *car
     if (link->fd < 0) return -HXA_E_NOMEM;
     link->self = self;
     link->cookie = cookie;
-    if (retried([&] { return getrandom(&link->tag, sizeof link->tag, 0); }) != sizeof link->tag)
+    if (HXA_RETRY(getrandom(&link->tag, sizeof link->tag, 0)) != sizeof link->tag)
         link->tag = clock_now() ^ cookie << 48;
     link->window = grant(*self);
     self->granted += link->window;

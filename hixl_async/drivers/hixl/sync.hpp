@@ -19,14 +19,6 @@ inline uint64_t clock_now() {
     return static_cast<uint64_t>(now.tv_sec) * SECOND + static_cast<uint64_t>(now.tv_nsec);
 }
 
-// A system call, again where a signal interrupted it.
-template <class Call>
-auto retried(Call call) {
-    auto answer = call();
-    while (answer < 0 && errno == EINTR) answer = call();
-    return answer;
-}
-
 // All of it, however many signals come.
 inline void sleep_for(uint64_t ns) {
     const uint64_t end = clock_now() + ns;
