@@ -30,13 +30,13 @@ from vtable import WRITE
 @pytest.mark.parametrize(
     "fault", ["transfer@3", "submit@3", "query@3", "submit@3=507899", "query@5=103902", "submit@3=103902"]
 )
-def test_a_failure_is_the_links_and_the_link_comes_back(world: World, sim: Sim, backend: str, fault: str) -> None:
+def test_a_failure_costs_the_connection_which_is_made_again(world: World, sim: Sim, backend: str, fault: str) -> None:
     if fault == "submit@3" and backend == "fab":
         fault = "submit@3=507000"  # FAILED may mean that there are too many, and is taken for that
     sim.set(LATENCY_US=200, FAULTS=fault)
     ops = [world.write(i * 4096, i * 4096, 4096) for i in range(20)]
     pieces = dict(enumerate(ops))
-    if fault == "transfer@3" and backend == "comm":  # there nobody hears of it
+    if fault == "transfer@3" and backend == "comm":  # which is never reported there
         wait(lambda: ops[1].released, world)
         world.left.instance.vt.abandon(world.left.handle, ops[2].pointer)
         wait(lambda: ops[2].released, world)
@@ -85,7 +85,7 @@ def test_memory_is_held_until_the_connection_is_cut(world: World, sim: Sim) -> N
 
 @pytest.mark.parametrize("form", ["slow", "full"])
 def test_memory_is_held_until_an_asynchronous_disconnect_is_over(opened: Maker, sim: Sim, form: str) -> None:
-    """It may take longer than the timeout it was given, and there may be no room for it at first."""
+    """It may take longer than its timeout, and there may be no room for it at first."""
     pool = '{"connect_pool.thread_num":1,"connect_pool.task_queue_capacity":1}'
     a = opened(connect_via="async", connect_timeout_ms=300, GlobalResourceConfig=pool)
     worlds = [warm(World(*vt.join(a, opened()))) for _ in range({"slow": 1, "full": 3}[form])]
@@ -108,8 +108,8 @@ def test_memory_is_held_until_an_asynchronous_disconnect_is_over(opened: Maker, 
         assert world.there.view == world.here.view
 
 
-def test_a_dead_stream_says_waiting_for_ever(world: World, sim: Sim) -> None:
-    """There is no cancelling: the op is abandoned, the link cut, and everything on it told; then it goes on."""
+def test_a_dead_stream_answers_waiting_for_ever(world: World, sim: Sim) -> None:
+    """It cannot be cancelled: the op is abandoned, the connection is cut, all ops on it fail, and the link goes on."""
     sim.set(FAULTS="hang@2", LATENCY_US=100)
     before = sim.count("submitted")
     ops = [world.write(i * 4096, i * 4096, 4096) for i in range(5)]
@@ -132,7 +132,7 @@ def test_abandoned_before_it_began(opened: Maker, sim: Sim) -> None:
     wait(lambda: sim.count("live_requests") == 1, world)
     world.left.instance.vt.abandon(world.left.handle, second.pointer)
     assert second.wait(world.left) == vt.TIMEOUT
-    assert not first.released, "nobody abandoned that one"
+    assert not first.released, "that one was not abandoned"
     world.left.instance.vt.abandon(world.left.handle, first.pointer)
     assert first.wait(world.left) == vt.TIMEOUT
 
@@ -140,7 +140,7 @@ def test_abandoned_before_it_began(opened: Maker, sim: Sim) -> None:
 @pytest.mark.parametrize("end", ["cancel", "abandon", "stop"])
 @only("comm")
 def test_what_is_ended_right_after_its_submission_ends(opened: Maker, sim: Sim, end: str) -> None:
-    """Whenever the strand of the link looks, it finds the op before it finds the word that ends it."""
+    """The strand of the endpoint always finds the op before the call that ends it."""
     a = opened()
     b = opened()
     world = warm(World(*vt.join(a, b)))
@@ -171,8 +171,8 @@ def test_a_link_that_cannot_be_made_again_is_down(world: World, sim: Sim) -> Non
     assert caught.value.status == vt.LINK
 
 
-def test_heartbeats_keep_links_and_silence_costs_none(opened: Maker, sim: Sim, backend: str) -> None:
-    """COMM's server drops a client that said nothing for two minutes; who was only stopped goes on all the same."""
+def test_heartbeats_keep_links_and_silence_loses_none(opened: Maker, sim: Sim, backend: str) -> None:
+    """COMM's server drops a client that is silent for two minutes; one that was only stopped goes on all the same."""
     sim.set(HEARTBEAT_MS=10, SILENCE_MS=60000)
     world = opened.world(notify_timeout_ms=50)
     sent = 0
@@ -201,7 +201,7 @@ def test_heartbeats_keep_links_and_silence_costs_none(opened: Maker, sim: Sim, b
 
 @only("comm", "fab")
 def test_a_link_that_a_heartbeat_took_down(opened: Maker, sim: Sim) -> None:
-    """With AutoConnect HIXL lets go of a dead peer by itself."""
+    """With AutoConnect HIXL drops a dead peer by itself."""
     sim.set(HEARTBEAT_MS=10)
     world = opened.world(AutoConnect="1")
     assert sim.count("links") >= 1
@@ -212,7 +212,7 @@ def test_a_link_that_a_heartbeat_took_down(opened: Maker, sim: Sim) -> None:
     assert world.left.stop().wait(world.left) == vt.OK
 
 
-def test_nobody_listens(opened: Maker) -> None:
+def test_no_listener(opened: Maker) -> None:
     a, b = opened(), opened()
     left, right = a.link(), b.link()
     card = vt.CCard.from_buffer_copy(right.card)
@@ -226,7 +226,7 @@ def test_nobody_listens(opened: Maker) -> None:
 
 @pytest.mark.parametrize("fault", ["connect@1=103903", "connect_late@1"])
 def test_already_connected_is_normal(opened: Maker, sim: Sim, fault: str) -> None:
-    """Once it is nobody's connection, once that of a Connect whose answer came too late."""
+    """Once there is no such connection, once it is that of a Connect whose answer came too late."""
     sim.set(FAULTS=fault)
     world = opened.world()
     world.write(0, 0, 4096).ok(world.left)
@@ -234,7 +234,7 @@ def test_already_connected_is_normal(opened: Maker, sim: Sim, fault: str) -> Non
 
 
 @pytest.mark.parametrize("call", ["stall@1=1.3", "connect_stall@1=1.3"])
-def test_a_link_that_blocks_stalls_nobody(opened: Maker, sim: Sim, call: str) -> None:
+def test_a_link_that_blocks_does_not_stall_others(opened: Maker, sim: Sim, call: str) -> None:
     a = opened()
     if call.startswith("stall"):
         stuck, free = (warm(World(*vt.join(a, opened()))) for _ in range(2))
@@ -260,7 +260,7 @@ def test_a_link_that_blocks_stalls_nobody(opened: Maker, sim: Sim, call: str) ->
 
 
 @only("comm", "cs")
-def test_abandoned_inside_a_call_that_does_not_come_back(opened: Maker, sim: Sim) -> None:
+def test_abandoned_inside_a_call_that_does_not_return(opened: Maker, sim: Sim) -> None:
     """It may use the memory for as long as it lasts, and no Disconnect gets past it: one would only hold up other links."""
     a = opened()
     stuck, free = (warm(World(*vt.join(a, opened()))) for _ in range(2))
@@ -288,7 +288,7 @@ def test_abandoned_inside_a_call_that_does_not_come_back(opened: Maker, sim: Sim
 
 
 class Mute:
-    """Where an engine should listen: accepts, and never says a word."""
+    """Accept connections where an engine should listen, and never send a byte."""
 
     def __init__(self, port: int = 0) -> None:
         self.server = socket.create_server(("127.0.0.1", port), backlog=64)
@@ -303,7 +303,7 @@ class Mute:
 
 @pytest.mark.parametrize("via", ["threads", "async"])
 @only("comm")
-def test_an_engine_that_accepts_and_says_nothing(opened: Maker, via: str) -> None:
+def test_an_engine_that_accepts_and_never_answers(opened: Maker, via: str) -> None:
     """HIXL waits without a limit for its answer: a link that is not wanted any more, and the engine, end all the same."""
     a = opened(connect_via=via, connect_timeout_ms=100)
     free = warm(World(*vt.join(a, opened())))

@@ -40,7 +40,7 @@ for room in (4096, 100):
 
 
 def test_a_missing_library_names_every_place_and_the_remedy(tmp_path: Path) -> None:
-    """In a process of its own, for the loader finds what other tests have loaded."""
+    """In a process of its own, because the loader finds libraries that other tests have loaded."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND")}
     environment |= {"ASCEND_HOME_PATH": str(tmp_path / "kit"), "HOME": "/h"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -58,7 +58,7 @@ def test_a_missing_library_names_every_place_and_the_remedy(tmp_path: Path) -> N
     assert "install CANN" in short, "the remedy comes before the list"
 
 
-def test_a_library_that_is_none(tmp_path: Path) -> None:
+def test_a_file_that_is_no_library(tmp_path: Path) -> None:
     (tmp_path / "libcann_hixl.so").write_bytes(b"nothing of the kind")
     with pytest.raises(vt.DriverError, match="Failed:.*libcann_hixl.so"):
         vt.Instance(vt.load("hixl"), {"library": str(tmp_path)})
@@ -109,7 +109,7 @@ def test_a_library_from_before_2026_lacks_parts(part: str) -> None:
 
 # ---- the binary interface --------------------------------------------------------------------------------------------
 def test_symbols_are_those_of_the_table() -> None:
-    """Each name that is looked up is one that the real library exports, by the table that the simulation is made from."""
+    """The real library exports each name that is looked up, by the table that the simulation is made from."""
     source = (SOURCES / "library.cpp").read_text()
     wanted = set(re.findall(r'"(_Z\w+)"', re.sub(r'"\s*\n\s*"', "", source)))
     lines = (ROOT / "tests" / "hixlsim" / "symbols.txt").read_text().splitlines()
@@ -123,7 +123,7 @@ def test_symbols_are_those_of_the_table() -> None:
 
 
 def test_transfer_sync_cannot_be_called() -> None:
-    """It would hold the link's lock, on one back-end everybody's, until it is done; nothing of HIXL is reached but by name."""
+    """It would hold the lock of its link, on one back-end of all links; functions of HIXL are reached only by name."""
     code = Path(importlib.import_module("hixl_async.drivers._hixl").__file__).read_bytes()
     assert b"13TransferAsyncERKN2ge" in code
     assert b"TransferSync" not in code

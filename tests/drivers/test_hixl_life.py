@@ -37,7 +37,7 @@ def test_connect_by_the_asynchronous_form(opened: Maker, sim: Sim) -> None:
         left.connect(card)
 
 
-def test_a_link_with_oneself_is_refused(opened: Maker) -> None:
+def test_a_link_to_itself_is_refused(opened: Maker) -> None:
     instance = opened()
     left, right = instance.link(1), instance.link(2)
     with pytest.raises(vt.DriverError) as caught:
@@ -61,7 +61,7 @@ def test_a_card_with_no_address(opened: Maker, address: str) -> None:
 @pytest.mark.parametrize("what", ["shorter", "longer", "version", "magic", "no back-end", "unknown back-end"])
 @only("comm")
 def test_a_card_of_another_make(opened: Maker, what: str) -> None:
-    """A driver of another version, or none at all: nothing of the card is believed."""
+    """A driver of another version, or no driver at all: no field of the card is trusted."""
     left, right = opened().link(), opened().link()
     card = right.card
     before = bytes(card.data[: card.len])
@@ -101,7 +101,7 @@ def test_a_card_of_memory_of_another_make(world: World, what: str) -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), [("comm", "cs"), ("cs", "fab"), ("fab", "comm")])
 def test_peers_of_different_back_ends(sim: Sim, ours: str, theirs: str) -> None:
-    """HIXL is not asked: what it answers says nothing of the reason, and may take as long as a connect may."""
+    """HIXL is not asked: its answer has no reason, and may take as long as a connect may."""
     with vt.no_leaks():
         a, b = (vt.Instance(vt.load("hixl"), {"library": str(sim.root), "backend": word}) for word in (ours, theirs))
         left, right = a.link(), b.link()
@@ -115,7 +115,7 @@ def test_peers_of_different_back_ends(sim: Sim, ours: str, theirs: str) -> None:
         b.close()
 
 
-def test_finalize_meets_no_other_call(opened: Maker, sim: Sim) -> None:
+def test_finalize_overlaps_no_other_call(opened: Maker, sim: Sim) -> None:
     """The simulated library ends the process if it does."""
     for i in range(8):
         left, right = opened.pair()
@@ -158,7 +158,7 @@ def test_threads_have_a_context(opened: Maker, sim: Sim) -> None:
 
 
 def test_an_idle_engine_sleeps(opened: Maker) -> None:
-    """It looks for notifications now and then, ever more seldom, and for nothing else."""
+    """It asks for notifications ever more rarely, and does nothing else."""
     world = opened.world()
     for i in range(20):
         world.write(0, 0, 8, note=(b"n", b"%d" % i)).ok(world.left, world.right)

@@ -46,7 +46,7 @@ def test_memory_that_comes_late_on_one_side(world: World, whose: str) -> None:
 
 
 def test_memory_is_registered_once_each(world: World, sim: Sim) -> None:
-    """The same range twice is one handle to HIXL: letting go of one must not end the other."""
+    """The same range twice is one handle to HIXL: releasing one must not end the other."""
     buffer = (c.c_uint8 * 8192)()
     first, second = (world.left.instance.register(buffer) for _ in range(2))
     first.release()
@@ -74,20 +74,20 @@ def test_an_overlap_that_hixl_refuses_is_reported(world: World) -> None:
     assert caught.value.native == 103900
 
 
-def test_memory_is_let_go_of_while_links_live(world: World, sim: Sim) -> None:
+def test_memory_is_released_while_links_live(world: World, sim: Sim) -> None:
     """DeregisterMem is refused while there are connections: they pause when they are idle."""
     extra = [world.left.instance.alloc(4096 * (i + 1)) for i in range(5)]
     regions = sim.count("regions")
     for memory in extra:
         memory.release()
-    wait(lambda: not world.left.instance.ops, world, "a memory was not let go of")
+    wait(lambda: not world.left.instance.ops, world, "a memory was not released")
     assert sim.count("regions") == regions - 5
     world.write(0, 0, world.size).ok(world.left)
     assert world.there.view == world.here.view
 
 
-def test_memory_is_let_go_of_under_constant_work(opened: Maker, sim: Sim) -> None:
-    """Links that are never idle are held up for a moment; nothing of theirs fails."""
+def test_memory_is_released_under_constant_work(opened: Maker, sim: Sim) -> None:
+    """Links that are never idle are held up for a moment; none of their transfers fails."""
     world = opened.world()
     sim.set(LATENCY_US=1000)
     extra = world.left.instance.alloc(4096)
@@ -158,7 +158,7 @@ def test_memory_before_start(opened: Maker, sim: Sim) -> None:
 
 @only("cs")
 def test_memory_of_an_engine_that_cannot_start(opened: Maker, sim: Sim) -> None:
-    """Whoever waits for its registration hears of it."""
+    """A call that waits for its registration fails."""
     sim.set(FAULTS="init=207001")
     instance = opened()
     handle, address = c.c_void_p(), c.c_void_p()
@@ -187,7 +187,7 @@ BY_HOST_NIC = '{"comm_resource_config.protocol_desc":["roce:host"]}'
         ({"LocalCommRes": HOST_NIC, "host_memory": "pinned"}, {"SOC": "Ascend950PR_9599"}, True),
         ({"LocalCommRes": HOST_NIC}, {"SOC": "Ascend910B3"}, True),
         ({}, {"SOC": "Ascend950PR_9599"}, True),
-        # Whatever context another test has left on this thread.
+        # Another test may have left a context on this thread.
         ({"LocalCommRes": HOST_NIC, "device": "0"}, {"DEVICES": "0", "MALLOC_HOST": "107002"}, False),
     ],
 )
@@ -198,7 +198,7 @@ def test_what_host_memory_is_made_of(
     environment: dict[str, str],
     pinned: bool,
 ) -> None:
-    """Of what HIXL can register: page-locked by AscendCL, but a 950's NIC of the host takes no such memory."""
+    """HIXL can register it: page-locked by AscendCL, except for the NIC of a 950's host, which takes no such memory."""
     for name, value in environment.items():
         monkeypatch.setenv(f"HIXLSIM_{name}", value)
     with vt.no_leaks():
@@ -210,7 +210,7 @@ def test_what_host_memory_is_made_of(
 
 @only("comm")
 def test_memory_that_cannot_be_locked_is_refused(opened: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than memory that HIXL refuses, or takes and cannot connect with."""
+    """The alternative would be memory that HIXL refuses, or takes and then cannot connect with."""
     instance = opened()
     instance.start()
     monkeypatch.setenv("HIXLSIM_MALLOC_HOST", "207001")
@@ -238,7 +238,7 @@ def test_an_allocation_waits_for_no_call_of_hixl(opened: Maker, sim: Sim) -> Non
 
 
 @only("comm")
-def test_an_allocation_that_holds_up_the_loop_is_told(opened: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocation_that_holds_up_the_loop_is_logged(opened: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     instance = opened()
     instance.alloc(4096)
     assert not any("aclrtMallocHost" in line for line in instance.logs)

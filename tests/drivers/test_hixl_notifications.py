@@ -66,7 +66,7 @@ def test_a_queue_never_overflows(opened: Maker, sim: Sim) -> None:
             left.note(b"n", b"%d %s" % (i, b"x" * 700))
     for left, _ in pairs:
         left.instance.until(lambda: left.instance.stats().notes_sent >= 256, left)  # noqa: B023
-    assert sim.count("notifies") - before <= 6 * 256, "sent although nobody had said that there was room"
+    assert sim.count("notifies") - before <= 6 * 256, "sent although the receiver had granted no room"
     for left, right in pairs:
         left.instance.until(lambda: len(right.notes()) == n, left, right)  # noqa: B023
         assert [int(text.split()[0]) for _, text in right.notes()] == list(range(n))
@@ -86,7 +86,7 @@ def test_senders_are_told_apart(opened: Maker) -> None:
 
 
 def test_a_notification_is_sent_once_the_data_is_there(opened: Maker, sim: Sim) -> None:
-    """Nothing orders a notification after a transfer but its COMPLETED."""
+    """Only COMPLETED orders a notification after a transfer."""
     world = opened.world()
     sim.set(LATENCY_US=2000, JITTER_US=2000, ORDER="random")
     for i in range(1, 30):
@@ -98,7 +98,7 @@ def test_a_notification_is_sent_once_the_data_is_there(opened: Maker, sim: Sim) 
 
 @only("cs", "comm")
 def test_notifications_come_in_the_order_in_which_their_batches_finished(opened: Maker, sim: Sim) -> None:
-    """T5 says no more: requests of one link may overtake each other, also by being asked about in turn."""
+    """T5 promises no more: requests of one link may overtake each other, also because they are polled in turn."""
     world = opened.world()
     sim.set(LATENCY_US=100, JITTER_US=5000, ORDER="random")
     numbers = {}
@@ -116,7 +116,7 @@ def test_notifications_come_in_the_order_in_which_their_batches_finished(opened:
 
 @pytest.mark.parametrize("fault", ["ack_lost@3", "notify@3", "notify@4=1", "ack_delay@3=0.3"])
 @only("comm", "cs")
-def test_a_way_for_notifications_that_broke(opened: Maker, sim: Sim, fault: str) -> None:
+def test_a_broken_notification_connection(opened: Maker, sim: Sim, fault: str) -> None:
     """Spurious, late and missing answers: the rest goes by the control connection, nothing is lost, doubled or reordered."""
     world = opened.world(notify_timeout_ms=100)
     sim.set(FAULTS=fault)
@@ -188,8 +188,8 @@ def test_notifications_outlive_a_new_connection(world: World) -> None:
 
 
 @only("comm")
-def test_what_a_disconnect_took_along_is_sent_again_unasked(opened: Maker, sim: Sim) -> None:
-    """The peer would miss it at last, and ask; but that takes it a second."""
+def test_what_a_disconnect_lost_is_sent_again_unasked(opened: Maker, sim: Sim) -> None:
+    """The peer would miss it in the end, and ask; but only after a second."""
     left, right = vt.join(opened(), opened(notes_poll_ms=1000))  # which fetches nothing before the connection is cut
     world = warm(World(left, right))
     said, carry = [], right.carry

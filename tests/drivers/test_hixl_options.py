@@ -54,7 +54,7 @@ def test_options_that_the_driver_uses_are_checked_before_anything_is_loaded(key:
         ("GlobalResourceConfig", '{"channel_pool.high_waterline":0.7,"channel_pool.low_waterline":0.5}'),
     ],
 )  # fmt: skip
-def test_options_that_make_sense(sim: Sim, key: str, value: str) -> None:
+def test_options_that_are_accepted(sim: Sim, key: str, value: str) -> None:
     try:
         vt.Instance(vt.load("hixl"), {"library": str(sim.root), key: value}).close()
     except vt.DriverError as error:
@@ -132,7 +132,7 @@ PROTOCOLS = '{"comm_resource_config.protocol_desc":"roce:device"}'
 def test_the_back_end_is_the_one_that_hixl_makes(
     sim: Sim, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], npu: str, backend: str
 ) -> None:
-    """By the order of HIXL's own factory; that it came out so is seen by the batch query, which one back-end has."""
+    """In the order of HIXL's own factory.  The batch query, which one back-end has, shows the result."""
     monkeypatch.setenv("HIXLSIM_SOC", npu)
     with vt.no_leaks():
         instance = vt.Instance(vt.load("hixl"), {"library": str(sim.root), **options})
@@ -145,13 +145,15 @@ def test_the_back_end_is_the_one_that_hixl_makes(
 
 
 @pytest.mark.parametrize(("asked", "made"), [("comm", "cs"), ("cs", "comm")])
-def test_the_library_has_the_last_word(sim: Sim, monkeypatch: pytest.MonkeyPatch, asked: str, made: str) -> None:
-    """It may choose otherwise in another version; whether it answers the batch query tells."""
+def test_the_library_decides_which_back_end_it_is(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch, asked: str, made: str
+) -> None:
+    """Another version may choose otherwise, which its answer to the batch query shows."""
     monkeypatch.setenv("HIXLSIM_BACKEND", made)
     with vt.no_leaks():
         instance = vt.Instance(vt.load("hixl"), {"library": str(sim.root), "backend": asked})
         instance.start()
-        assert facts(instance)["back-end"] == f"{made}, by HIXL, whatever backend={asked} says"
+        assert facts(instance)["back-end"] == f"{made}, by HIXL, against backend={asked}"
         instance.close()
 
 

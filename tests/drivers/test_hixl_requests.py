@@ -30,7 +30,7 @@ from vtable import WRITE
 
 @pytest.mark.parametrize("order", ["fifo", "random"])
 def test_each_request_is_asked_until_its_one_answer(opened: Maker, sim: Sim, order: str) -> None:
-    """Answers free the request, and on one back-end its handle is somebody else's at once."""
+    """Answers free the request, and on one back-end another request gets its handle at once."""
     sim.set(LATENCY_US=50, JITTER_US=400, ORDER=order)
     world = opened.world()
     chance = random.Random(3)
@@ -67,8 +67,8 @@ def test_requests_of_many_links_recycle_each_others_handles(
 
 
 @only("cs")
-def test_no_request_is_struck_out_in_anothers_place(opened: Maker, sim: Sim) -> None:
-    """A query frees a request first and forgets its address later, and meanwhile nobody may be given the same one."""
+def test_no_request_is_forgotten_in_place_of_another(opened: Maker, sim: Sim) -> None:
+    """A query frees a request first and forgets its address later, and meanwhile no other request may get the same one."""
     sim.set(FORGET_US=100, LATENCY_US=10, JITTER_US=400, ORDER="random")
     a = opened()
     worlds = [World(*vt.join(a, opened()), size=65536) for _ in range(8)]
@@ -216,7 +216,7 @@ def test_a_library_that_stays_busy(opened: Maker, sim: Sim) -> None:
 
 
 @pytest.mark.parametrize("automatic", ["0", "1"])
-def test_a_bad_address_hurts_nobody(opened: Maker, sim: Sim, automatic: str) -> None:
+def test_a_bad_address_hurts_no_other_transfer(opened: Maker, sim: Sim, automatic: str) -> None:
     """With AutoConnect a refused address ends the connection and all that is in flight on it."""
     world = opened.world(AutoConnect=automatic)
     sim.set(LATENCY_US=3000)

@@ -28,7 +28,7 @@ from vtable import WRITE
 def test_a_million_transfers(opened: Maker, sim: Sim, backend: str) -> None:
     """Random order, recycled handles, links that fail: every op ends once, nothing is left, and memory does not grow."""
     # Of requests; with each fails whatever its link has in flight, together about 1 % of all.
-    # Where FAILED may mean that there are too many, another code says that the link is meant.
+    # Where FAILED may mean that there are too many, another code stands for a failure of the link.
     fault = {"cs": "submit%0.003", "comm": "submit%0.0006", "fab": "submit%0.0006=507899"}[backend]
     n, block, depth = int(os.environ.get("HIXL_SOAK", "1000000")), 64, 32
     a = opened()
@@ -49,7 +49,7 @@ def test_a_million_transfers(opened: Maker, sim: Sim, backend: str) -> None:
 
 
 class Soak:
-    """Keeps `depth` ops in flight on each link; what is posted is only counted, for a million Python objects take time."""
+    """Keep `depth` ops in flight on each link; events are only counted, because a million Python objects take time."""
 
     def __init__(self, instance: vt.Instance, worlds: list[World], depth: int, block: int) -> None:
         self.instance, self.worlds = instance, worlds
@@ -91,7 +91,7 @@ class Soak:
                 self.lock.notify()
 
     def run(self, n: int) -> None:
-        """Lets `n` more transfers end; the instance's sink is ours meanwhile."""
+        """Run until `n` more transfers have ended; the instance's sink is ours meanwhile."""
         usual, self.instance._post = self.instance._post, self._post
         end = self.succeeded + self.failed + n
         submitted = self.succeeded + self.failed

@@ -1,4 +1,4 @@
-// What makes the loop poll a link.
+// The eventfd that makes the loop poll a link.
 #pragma once
 
 #include <string>

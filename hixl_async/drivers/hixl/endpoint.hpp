@@ -69,7 +69,7 @@ class Endpoint : public Strand {
     std::shared_ptr<FunctionStrand> control_;
     std::atomic<uint32_t> idle_{1};
     std::atomic<uint32_t> attaching_{0};  // links on their way to the strand
-    std::atomic<uint64_t> known_{0};      // memories of the remote engine that we have heard of
+    std::atomic<uint64_t> known_{0};      // memories that the remote engine has registered, as far as it has told
     Connection connection_;               // the control strand's
     NotificationSender sender_;           // the control strand's
 

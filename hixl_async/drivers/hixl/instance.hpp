@@ -78,7 +78,7 @@ struct hxa_instance {
     std::atomic<uint32_t> batch{0};       // the batch query works
     std::atomic<uint64_t> registrations{0};
     std::atomic<uint32_t> connections{0};  // outgoing links of HIXL
-    std::atomic<uint64_t> notes_at{0};     // when notifications were last heard of
+    std::atomic<uint64_t> notes_at{0};     // when notifications last came or were announced
     std::atomic<uint32_t> listeners{0};    // links whose peers send by HIXL
     hx::Pause pause;
 
@@ -124,7 +124,7 @@ struct hxa_instance {
 
 namespace hx {
 
-// Around each call of HIXL: Finalize must meet no other, and the watchdog wants to know.
+// Around each call of HIXL: Finalize must not overlap it, and the watchdog watches it.
 class Call {
   public:
     Call(hxa_instance &self, const char *name, bool quiet = false) : self_(self), in_(name, quiet) {

@@ -71,12 +71,12 @@ void settle_backend(hxa_instance &self, const std::string &npu, uint32_t answer)
     if (answers ? self.backend != Backend::CS
                 : asked && answer == abi::UNSUPPORTED && self.backend == Backend::CS) {
         self.backend = answers ? Backend::CS : Backend::COMM;
-        self.backend_by = "HIXL, whatever " + self.backend_by + " says";
+        self.backend_by = "HIXL, against " + self.backend_by;
     }
     self.fabric = self.backend == Backend::FAB;
 }
 
-// One batch query tells whether HIXL answers any here, and with it which back-end this is.
+// One batch query shows if HIXL answers any here, and so which back-end this is.
 void try_batch_query(hxa_instance &self, const std::string &npu) {
     uint32_t answer = abi::UNSUPPORTED;
     const bool exists = self.library.transfer_statuses != nullptr;

@@ -180,7 +180,7 @@ class Inbox {
     std::map<uint64_t, Partial> partial_;
     std::deque<Record> ready_;
     uint64_t next_ = 1;      // to become ready
-    uint64_t expected_ = 0;  // the highest number heard of
+    uint64_t expected_ = 0;  // the highest number that was announced or came
     uint64_t missing_since_ = 0;
     uint64_t bytes_ = 0;  // in partial_
     uint64_t handed_ = 0, handed_cost_ = 0, told_cost_ = 0;

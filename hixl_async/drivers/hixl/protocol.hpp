@@ -1,4 +1,4 @@
-// What the drivers at the two ends of a link tell each other: cards when they meet, messages by the control connection.
+// The protocol between the drivers at the two ends of a link: cards first, then messages by the control connection.
 #pragma once
 
 #include <cstddef>

@@ -44,7 +44,7 @@ constexpr Remedy REMEDIES[] = {
      "RESOURCE_EXHAUSTED: too many links are busy at once; lower in_flight, or raise "
      "comm_resource_config.max_active_channels"},
     {abi::FAILED,
-     "FAILED: HIXL's log says why (ASCEND_SLOG_PRINT_TO_STDOUT=1); not initialised, no listener at the address, "
+     "FAILED: the reason is in HIXL's log (ASCEND_SLOG_PRINT_TO_STDOUT=1); not initialised, no listener at the address, "
      "port in use (hixl_port), memory that it does not take, or a failed transfer"},
     {107002, "ACL code 107002: no context on the thread; is the NPU visible, and the option device right?"},
     {207000,
@@ -100,7 +100,7 @@ const char *error_text(int32_t status, int32_t native) {
         std::snprintf(text, sizeof text, "%s (HIXL: %s)", texts[status], remedy.text);
         return text;
     }
-    std::snprintf(text, sizeof text, "%s (ACL code %d; CANN's documentation of aclError tells more)", texts[status],
+    std::snprintf(text, sizeof text, "%s (ACL code %d; see CANN's documentation of aclError)", texts[status],
                   native);
     return text;
 }

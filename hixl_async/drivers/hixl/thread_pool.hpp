@@ -2,7 +2,7 @@
 //
 // HIXL's calls block, some for minutes, so that a thread may be lost to one of them at any time.  The pool starts with
 // one thread, adds another when work waits while all are stuck inside calls, and lets surplus ones end.  A watchdog does
-// that, and tells a strand that has been in one call for a second; it sleeps while there is nothing to watch.
+// that, and notifies a strand that has been in one call for a second; it sleeps while there is nothing to watch.
 #pragma once
 
 #include <pthread.h>
