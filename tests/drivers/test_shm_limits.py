@@ -43,9 +43,9 @@ def memory_room(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Ro
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
+def root(tmp_path: Path) -> Path:
     write(tmp_path, "proc/meminfo", MEMINFO)
-    yield tmp_path
+    return tmp_path
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -64,7 +64,9 @@ def mounted(root: Path, version: int, own: str, top: str = "/") -> str:
     return where.removeprefix("/")
 
 
-def limit(root: Path, folder: str, version: int, most: int | str, used: int = 0, cached: int = 0, swap: int = 0) -> None:
+def limit(
+    root: Path, folder: str, version: int, most: int | str, used: int = 0, cached: int = 0, swap: int = 0
+) -> None:
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
     write(root, f"{folder}/{names[0]}", f"{most}\n")
     write(root, f"{folder}/{names[1]}", f"{used}\n")
