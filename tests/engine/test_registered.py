@@ -88,21 +88,29 @@ asyncio.run(main())
 """
 
 
-async def test_peers_in_a_child_pid_namespace(engine: Engine) -> None:
-    """The peer has another number there than the kernel has for it here."""
+@pytest.fixture
+def unshare() -> tuple[str, ...]:
+    """The beginning of a command that runs in a pid namespace of its own."""
     command = ("unshare", "--pid", "--fork", "--kill-child")
     if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode != 0:
         pytest.skip("makes a pid namespace, which is not permitted here")
+    return command
+
+
+async def test_peers_in_a_child_pid_namespace(engine: Engine, unshare: tuple[str, ...]) -> None:
+    """The peer has another number there than the kernel has for it here."""
     child = await asyncio.create_subprocess_exec(
-        *command, sys.executable, "-c", IN_ITS_OWN_NAMESPACE, engine.address, stdin=PIPE, stdout=PIPE
+        *unshare, sys.executable, "-c", IN_ITS_OWN_NAMESPACE, engine.address, stdin=PIPE, stdout=PIPE
     )
-    await until(lambda: engine.peers)
-    remote = await engine.peers[0].region("weights")
-    local = bytearray(remote.size)
-    await engine.read(local, remote)
-    assert local == b"as process 1"
-    await engine.write(b"AS", remote[:2])
-    output, _ = await child.communicate(b"\n")
+    try:
+        await until(lambda: engine.peers)
+        remote = await engine.peers[0].region("weights")
+        local = bytearray(remote.size)
+        await engine.read(local, remote)
+        assert local == b"as process 1"
+        await engine.write(b"AS", remote[:2])
+    finally:
+        output, _ = await child.communicate(b"\n")
     assert output == b"AS process 1\n"
 
 
