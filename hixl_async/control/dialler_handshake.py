@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import AuthenticationError, HixlError, ProtocolError
 from . import fields
-from .handshake import HOW_TO_SHARE_A_SECRET, Action, Handshake, Leg, OpenUnix, Send, Sight, State, same
+from .handshake import HOW_TO_SHARE_A_SECRET, Action, Handshake, Leg, OpenUnix, Send, Sight, State, apart, same
 from .identity import Identity
 from .process import Credentials
 from .refusal import raise_if_refusal
@@ -80,7 +80,7 @@ class DiallerHandshake(Handshake):
         self._transcript.append(raw)
         scope = self._sight.scope
         if name.kind == "abstract" and not same(scope.network, body["network"]):
-            return self._without_unix("the two sides are on different hosts, or in different network namespaces")
+            return self._without_unix(apart(scope.network, body["network"]))
         if name.kind == "directory" and not same(scope.directory, body["directory"]):
             return self._without_unix("the two sides do not share one unix_dir=")
         self._state = State.OPENING

@@ -52,6 +52,7 @@ __all__ = [
     "Send",
     "Sight",
     "State",
+    "apart",
     "same",
 ]
 
@@ -246,6 +247,14 @@ class Handshake:
 def same(ours: str, theirs: str) -> bool:
     """True if two fingerprints are known and equal."""
     return bool(ours) and ours == theirs
+
+
+def apart(ours: str, theirs: str) -> str:
+    """Return why two sides with these fingerprints of their networks cannot use an abstract Unix socket."""
+    if not (ours and theirs):
+        side = "the other side" if ours else "this side"
+        return f"{side} cannot find out whether both are on one host, because it has no /proc, or one that hides namespaces"
+    return "the two sides are on different hosts, or in different network namespaces"
 
 
 def _versions(oldest: int, newest: int) -> str:

@@ -6,7 +6,7 @@ import secrets
 
 from ..errors import AuthenticationError, HixlError, ProtocolError
 from . import fields
-from .handshake import HOW_TO_SHARE_A_SECRET, Action, Handshake, Leg, Send, Sight, State, same
+from .handshake import HOW_TO_SHARE_A_SECRET, Action, Handshake, Leg, Send, Sight, State, apart, same
 from .identity import Identity
 from .process import Credentials
 from .rendezvous import RendezvousName
@@ -51,7 +51,7 @@ class ListenerHandshake(Handshake):
         body = self._take_hello(raw)
         self._same_network = same(self._sight.scope.network, body["network"])
         if self._name.kind == "abstract" and not self._same_network:
-            self._detour = "the two sides are on different hosts, or in different network namespaces"
+            self._detour = apart(self._sight.scope.network, body["network"])
         elif self._name.kind == "directory" and not same(self._sight.scope.directory, body["directory"]):
             self._detour = "the two sides do not share one unix_dir="
         else:

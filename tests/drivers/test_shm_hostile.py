@@ -291,7 +291,7 @@ def test_connect_to_strange_descriptors(open_instance, nowait: int) -> None:
 
 
 def page_that_never_comes() -> tuple[int, int]:
-    """A descriptor, and the address of a page whose fault waits for ever: userfaultfd hands it to this process, which does not answer."""
+    """A descriptor, and the address of a page whose fault waits for ever, because this process is asked and does not answer."""
     libc = c.CDLL(None, use_errno=True)
     fd = libc.syscall(USERFAULTFD, os.O_CLOEXEC)
     if fd < 0:
