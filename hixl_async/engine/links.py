@@ -118,7 +118,7 @@ class Links:
         if not drivers:
             raise NoRouteError(
                 f"no driver reaches {session.name!r}: it has {', '.join(session.identity.drivers) or 'none'}"
-                + ("" if session.connection.same_host else ", and it is not known to be on this host (no Unix socket)"),
+                + ("" if session.connection.same_host else f", and there is no Unix socket to it: {session.connection.fallback}"),
                 peer=session.name,
             )
         self._unjoined = {driver.name for driver in drivers}
