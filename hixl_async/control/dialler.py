@@ -6,7 +6,15 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from ..errors import BusyError, ConnectError, HixlError, InvalidArgumentError, PeerDownError
+from ..errors import (
+    BusyError,
+    ConnectError,
+    HandshakeError,
+    HixlError,
+    InvalidArgumentError,
+    PeerDownError,
+    ProtocolError,
+)
 from ..types import Address
 from . import waiting
 from .channel import TcpChannel, UnixChannel
@@ -41,7 +49,7 @@ async def dial(
     :param timeout: seconds for everything together.
     :param expect: looks at the other side's identity; what it raises is raised here, and the connection dropped.
     :raises AuthenticationError: if one side does not, or cannot, trust the other, or their domains differ.
-    :raises ProtocolError: if the other side is no engine, or speaks no protocol version that we do.
+    :raises HandshakeError: if the other side is no engine, or speaks no protocol version that we do.
     :raises ConnectError: if nobody listens there, or it took too long.
     :raises InvalidArgumentError: if an argument is malformed, or the address is our own.
     """
@@ -65,6 +73,8 @@ async def dial(
         raise ConnectError(f"{address} did not answer within {timeout:g} s ({call.step})") from None
     except PeerDownError as error:
         raise ConnectError(f"{address} broke off the handshake ({call.step}): {error}", native=error.native) from None
+    except ProtocolError as error:
+        raise HandshakeError(f"{address}: {error}", native=error.native) from None
     except HixlError as error:
         if str(address) not in str(error):
             error.args = (f"{address}: {error}", *error.args[1:])

@@ -129,10 +129,7 @@ class Peers:
         if dialling.cancelled() or engine.closed:
             _drop(dialling)
             raise ClosedError("the engine was closed while it connected")
-        try:
-            return dialling.result()
-        except ProtocolError as error:
-            raise HandshakeError(str(error), peer=error.peer) from error
+        return dialling.result()
 
     def _new(self, connection: Connection) -> Peer:
         return Peer(self._engine, connection, self._engine.config.close_timeout)

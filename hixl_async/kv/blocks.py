@@ -61,7 +61,7 @@ class Blocks:
         return LayerBlocks(self, layer)
 
     def ticket(
-        self, *, ttl: float | None = None, stall: float | None = None, deadline: float | None = None
+        self, *, ttl: float | None = None, stall: float | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
         """The right to fill these blocks, once, as a JSON-safe dict for one producer; the same one at every call.
 
@@ -69,12 +69,12 @@ class Blocks:
 
         :param ttl: seconds within which the producer has to open it (60).
         :param stall: seconds without a new layer after which the open stream fails (10).
-        :param deadline: seconds from now after which the stream fails, whatever the progress; default none.
+        :param timeout: seconds from now after which the stream fails, whatever the progress; default none.
         :raises InvalidArgumentError: if the times are given again after the first call, or are not positive.
         :raises AccessError: if the pool's ``access`` does not let peers write.
         :raises ClosedError: if the blocks or the pool are closed.
         """
-        return self._grant(ttl, stall, deadline).ticket.body()
+        return self._grant(ttl, stall, timeout).ticket.body()
 
     def stream(self) -> LayerStream:
         """The layers as they land; the same object at every call.  Grants the ticket if `ticket` was not called yet.
@@ -84,19 +84,19 @@ class Blocks:
         """
         return self._grant(None, None, None)
 
-    def _grant(self, ttl: float | None, stall: float | None, deadline: float | None) -> LayerStream:
+    def _grant(self, ttl: float | None, stall: float | None, timeout: float | None) -> LayerStream:
         self._check_lent()
         if self._stream is None:
             self._stream = self.pool._grant(
                 self,
                 TTL if ttl is None else positive_seconds("ttl", ttl),
                 STALL if stall is None else positive_seconds("stall", stall),
-                None if deadline is None else positive_seconds("deadline", deadline),
+                None if timeout is None else positive_seconds("timeout", timeout),
             )
         elif self.pool.closed:
             raise ClosedError(f"pool {self.pool.name!r} is closed")
-        elif (ttl, stall, deadline) != (None, None, None):
-            raise InvalidArgumentError("ttl, stall and deadline are fixed by the first call of ticket() or stream()")
+        elif (ttl, stall, timeout) != (None, None, None):
+            raise InvalidArgumentError("ttl, stall and timeout are fixed by the first call of ticket() or stream()")
         return self._stream
 
     def _check_lent(self) -> None:

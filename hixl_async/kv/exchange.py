@@ -41,7 +41,7 @@ class Exchange:
         """Serves no more messages."""
         self._pool.engine.unserve(service(self._pool.name))
 
-    def grant(self, blocks: Blocks, words: memoryview, ttl: float, stall: float, deadline: float | None) -> LayerStream:
+    def grant(self, blocks: Blocks, words: memoryview, ttl: float, stall: float, timeout: float | None) -> LayerStream:
         """Issues the ticket for `blocks`, and makes their stream.
 
         :param words: the signal words of all blocks of the pool.
@@ -64,7 +64,7 @@ class Exchange:
             layout=pool.layout.fingerprint(),
         )
         window = words[slot * layers : (slot + 1) * layers]
-        stream = self.incoming[ticket.id] = LayerStream(blocks, ticket, window, ttl, stall, deadline)
+        stream = self.incoming[ticket.id] = LayerStream(blocks, ticket, window, ttl, stall, timeout)
         return stream
 
     def add_outgoing(self, stream: PushStream) -> None:

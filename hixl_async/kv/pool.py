@@ -259,11 +259,11 @@ class Pool:
             )
         return PushStream(self, peer, parsed, timeout)
 
-    def _grant(self, blocks: Blocks, ttl: float, stall: float, deadline: float | None) -> LayerStream:
+    def _grant(self, blocks: Blocks, ttl: float, stall: float, timeout: float | None) -> LayerStream:
         self._check_usable()
         if self._words is None:
             raise AccessError(f"pool {self.name!r} was made with an access that lets no peer write; use access='write'")
-        return self._exchange.grant(blocks, self._words, ttl, stall, deadline)
+        return self._exchange.grant(blocks, self._words, ttl, stall, timeout)
 
     # ---- life ----
 

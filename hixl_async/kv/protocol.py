@@ -81,7 +81,10 @@ class Verdict(Enum):
     ABORTED = "aborted"
     TIMEOUT = "timeout"
     LOST = "lost"
+    #: The layouts of the two sides differ.
     REFUSED = "refused"
+    #: It was given up before it was open, so nothing was written.
+    VOID = "void"
 
 
 _ERRORS: dict[Verdict, type[HixlError]] = {
@@ -89,6 +92,7 @@ _ERRORS: dict[Verdict, type[HixlError]] = {
     Verdict.TIMEOUT: TransferTimeoutError,
     Verdict.LOST: PeerLostError,
     Verdict.REFUSED: LayoutMismatchError,
+    Verdict.VOID: TicketError,
 }
 
 

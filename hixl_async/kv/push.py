@@ -122,6 +122,7 @@ class PushStream:
         """Waits until the stream has ended and is drained; returns if the consumer has all layers.
 
         :raises StreamAbortedError: if either side aborted it.
+        :raises TicketError: if it could not be opened.
         :raises PeerLostError: if the consumer was lost.
         :raises TransferTimeoutError: if draining, or the consumer's answer, took longer than the timeout.
         """
@@ -180,7 +181,7 @@ class PushStream:
                     end = End(self.ticket.id, False, f"the producer could not open the stream: {type(error).__name__}")
                     self.peer.post(service(self.ticket.pool), end.body())
             with self._lock:
-                self._state.answer(Outcome(Verdict.ABORTED, f"the stream could not be opened: {error}"))
+                self._state.answer(Outcome(Verdict.VOID, f"the stream could not be opened: {error}"))
             self._drained = True
             self._forget()
             self._advance()

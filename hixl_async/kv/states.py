@@ -78,11 +78,15 @@ class ConsumerState:
         return self.outcome, news
 
     def stop(self, outcome: Outcome) -> bool:
-        """We give up, with this outcome.  Answers whether the producer has to be told."""
+        """Give the stream up with this outcome, or as void if no producer has opened it.
+
+        :return: True if the producer has to be told.
+        """
         if self.outcome is not None:
             return False
         self.outcome = outcome
-        if not self.opened:  # nobody was given anything
+        if not self.opened:
+            self.outcome = Outcome(Verdict.VOID, outcome.reason)
             self.fenced = self.ended = True
         return self.opened
 

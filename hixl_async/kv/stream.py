@@ -32,7 +32,7 @@ class LayerStream:
     """
 
     def __init__(
-        self, blocks: Blocks, ticket: Ticket, words: memoryview, ttl: float, stall: float, deadline: float | None
+        self, blocks: Blocks, ticket: Ticket, words: memoryview, ttl: float, stall: float, timeout: float | None
     ):
         pool = blocks.pool
         self.ticket = ticket
@@ -53,10 +53,10 @@ class LayerStream:
         self._news_at = self._loop.time()
         expired = Outcome(Verdict.TIMEOUT, f"no producer opened the ticket within {ttl:g} s")
         self._idle_timer = self._loop.call_later(ttl, self._end_by, expired)
-        self._deadline_timer: asyncio.TimerHandle | None = None
-        if deadline is not None:
-            missed = Outcome(Verdict.TIMEOUT, f"the stream did not finish within its deadline of {deadline:g} s")
-            self._deadline_timer = self._loop.call_later(deadline, self._end_by, missed)
+        self._timeout_timer: asyncio.TimerHandle | None = None
+        if timeout is not None:
+            missed = Outcome(Verdict.TIMEOUT, f"the stream did not finish within its timeout of {timeout:g} s")
+            self._timeout_timer = self._loop.call_later(timeout, self._end_by, missed)
 
     def __repr__(self) -> str:
         state = self._state
@@ -89,8 +89,9 @@ class LayerStream:
 
         :raises StreamAbortedError: if either side aborted the stream before.
         :raises PeerLostError: if the producer was lost before.
-        :raises TransferTimeoutError: if nobody opened the ticket, no layer came for the stall time, or the deadline
-            passed.
+        :raises TransferTimeoutError: if no layer came for the stall time, or the timeout passed, after a producer had
+            opened the ticket.
+        :raises TicketError: if the stream ended before a producer opened the ticket, or the ticket expired.
         :raises LayoutMismatchError: if a producer with another layout used the ticket.
         :raises RangeError: if there is no such layer.
         :raises InvalidArgumentError: if it is no whole number.
@@ -241,8 +242,8 @@ class LayerStream:
             self._over = True
             self._words.release()
             self._idle_timer.cancel()
-            if self._deadline_timer is not None:
-                self._deadline_timer.cancel()
+            if self._timeout_timer is not None:
+                self._timeout_timer.cancel()
             if self._peer is not None:
                 self._peer.remove_signal_callback(self._scan)
             self._waiters.wake_all()
