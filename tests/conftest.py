@@ -13,8 +13,10 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import hypothesis
 import pytest
 
 from hixl_async import drivers
@@ -24,8 +26,11 @@ from hixl_async.testing import BalanceSheet, FaultPlan, faulty
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# -- both loops
+# A test case of a property takes as long as the machine is busy.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
+# -- both loops
 # The debug mode remembers the whole stack where each task, future and handle was made, and looks whether its files have
 # changed: a third of the CPU time of the tests.  Two frames, of files that nobody edits meanwhile, tell as much.
 _walk_stack = traceback.walk_stack
@@ -156,18 +161,50 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+# -- figures
+
+
+_figures: dict[str, list[float]] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect the figures that tests recorded as properties, those of other workers included."""
+    if report.when == "teardown":
+        for name, value in report.user_properties:
+            if name.endswith(", ms"):
+                _figures.setdefault(name, []).append(float(str(value)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _figures:
+        terminalreporter.section("figures")
+        for name, values in sorted(_figures.items()):
+            terminalreporter.write_line(
+                f"{name:60} median {median(values):8.2f}   worst {max(values):8.2f}   of {len(values)}"
+            )
+
+
 # -- when it dies
 
 
 class Sentinel:
-    """A file with the name of the test that runs; the next run tells of it if nobody removed it."""
+    """A file with the name of the test that runs; the next run reports the test if the file is still there.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._victim = path.read_text() if path.exists() else ""
+    Each worker has a file of its own.
+    """
+
+    def __init__(self, folder: Path, worker: str | None) -> None:
+        self._path = folder / (worker or "main")
+        # A worker starts while the others run already; only the process that started them reports.
+        left = [] if worker else sorted(folder.iterdir())
+        self._victims = [path.read_text() for path in left]
+        for path in left:
+            path.unlink()
 
     def pytest_report_header(self) -> str | None:
-        return f"the run before this one died, or still goes on, in {self._victim}" if self._victim else None
+        return (
+            f"the run before this one died, or still goes on, in {', '.join(self._victims)}" if self._victims else None
+        )
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._path.write_text(nodeid)
@@ -182,4 +219,5 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.asyncio_debug = True
     cache = getattr(config, "cache", None)
     if cache is not None:
-        config.pluginmanager.register(Sentinel(cache.mkdir("hixl_async") / "running"))
+        folder = cache.mkdir("hixl_async-running")
+        config.pluginmanager.register(Sentinel(folder, os.environ.get("PYTEST_XDIST_WORKER")))

@@ -1,7 +1,7 @@
 """The other end of a connection, moved by hand.
 
 A `Puppet` takes part in the real handshake and then says only what a test makes it say.  It knows the formats of the shm
-driver's links and regions (``drivers/shm/shm.h``), so it can be a peer like any other up to the point where it begins to
+driver's links and regions (``drivers/shm/*.h``), so it can be a peer like any other up to the point where it begins to
 misbehave.
 """
 
@@ -15,7 +15,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from hixl_async.types import Address
 
 PAGE = 4096
 F_ADD_SEALS, SHRINK, GROW, SEAL = 1033, 2, 4, 1
-LINK_MAGIC, MEM_MAGIC, HALF_MAGIC, VERSION = 0x4B4E4C53, 0x4D454D53, 0x464C4853, 1
+LINK_MAGIC, MEM_MAGIC, HALF_MAGIC, VERSION = 0x4B4E4C53, 0x4D454D53, 0x464C4853, 2
 OWNED, REGISTERED = 1, 2
 # Offsets of shm_half.
 MAGIC, CAPACITY, FENCE, HEAD, SIGNALS, WANT_SPACE, FENCED, GONE, TAIL, ARMED = (
@@ -54,10 +54,9 @@ def segment(size: int, *, seals: int | None = SHRINK | GROW | SEAL) -> int:
     return fd
 
 
-def link_card(capacity: int, *, pid: int | None = None, token: int = 1, token_at: int = 8) -> bytes:
-    """A ``shm_link_card``; by default its token is nowhere to be found, so that process_vm_* is not used."""
-    pid = os.getpid() if pid is None else pid
-    return struct.pack("<IIIIQQ", pid, LINK_MAGIC, VERSION, capacity, token, token_at)
+def link_card(capacity: int, *, own_pid: int = 0) -> bytes:
+    """A ``shm_link_card``; by default it names no process, so that process_vm_* is not used."""
+    return struct.pack("<IIIIII", os.getpid(), LINK_MAGIC, VERSION, capacity, own_pid, 0)
 
 
 def mem_card(size: int, *, kind: int = OWNED, rights: int = 3, address: int = 0, magic: int = MEM_MAGIC) -> bytes:
@@ -181,12 +180,19 @@ class Puppet:
 
     # -- a well-behaved life, as far as a test wants it
 
-    async def join(self, capacity: int = 65536) -> ShmEnd:
-        """Links shm, but does not say that it is ready."""
+    async def join(self, capacity: int = 65536, bell: Callable[[int], int] | None = None) -> ShmEnd:
+        """Links shm, but does not say that it is ready.
+
+        :param bell: makes, of the read end of the doorbell, the descriptor that is passed in its place.
+        """
         offer = await self.hear("link")
         self._fds = [fd for fd in self._fds if fd not in offer.fds]
         self.link = ShmEnd(offer.fds, capacity)
-        self.say("link", driver="shm", card=text(self.link.card), fds=self.link.fds)
+        segment, read_end = self.link.fds
+        if bell is not None:
+            read_end = bell(read_end)
+            self._fds.append(read_end)
+        self.say("link", driver="shm", card=text(self.link.card), fds=[segment, read_end])
         return self.link
 
     async def up(self) -> ShmEnd:

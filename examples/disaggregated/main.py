@@ -151,7 +151,7 @@ def _check_utf8(prompt: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8").removesuffix("\n")  # the end of the last line is not part of the prompt
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompt-file {path} is not UTF-8, from byte {error.start} on") from None
 
@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--prompt", metavar="TEXT", action="append", default=[], help="ask this; may be given several times")
     add("--prompt-file", metavar="FILE", action="append", default=[], type=Path, help="ask what stands in a file")
-    add("--length", metavar="N", type=_positive, help="repeat or cut every prompt to N tokens")
+    add("--length", metavar="N", type=_whole, help="repeat or cut every prompt to N tokens")
     add("--tokens", metavar="N", type=_positive, default=48, help="generate at most N tokens (%(default)s)")
     add("--driver", metavar="NAME", default=os.environ.get("DRIVER") or "shm", help="hixl_async's driver (%(default)s)")
     add("--loop", choices=list(LOOPS), default=next(iter(LOOPS)), help="event loop (%(default)s)")
@@ -182,6 +182,12 @@ def _megabytes(text: str) -> float:
         if 1e3 <= (number := float(text) * 1e6) <= 1e12:
             return number
     raise argparse.ArgumentTypeError(f"must be between 0.001 and 1000000, not {text!r}")
+
+
+def _whole(text: str) -> int:
+    with suppress(ValueError):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}")
 
 
 def _positive(text: str) -> int:

@@ -9,11 +9,10 @@ from .memory cimport RemoteMemory
 from .transfer cimport ACTIVE, FAILED, Transfer
 from .driver cimport *
 
-from .. import errors
+from functools import partial
 
-# Seconds between two looks at the device's events: the first, and what it doubles up to while nothing happens.
-cdef double SHORTEST_LOOK = 0.00005
-cdef double LONGEST_LOOK = 0.001
+from .. import errors
+from .event_poller import EventPoller
 
 
 @cython.final
@@ -21,20 +20,18 @@ cdef class DeviceCopies:
     """Those of one engine that are under way.
 
     The driver lends the mapped address, so that neither a fence nor a stop passes the copy by.  Devices have no descriptor to
-    wait for, so their events are asked, by one timer for all and only while there are any.  What follows the data, a signal or
-    a notification, goes to the driver when the copy is over (C11).
+    wait for, so their events are polled.  What follows the data, a signal or a notification, goes to the driver when the copy
+    is over (C11).
 
     :param pin: ``pin(tensor, address, nbytes)`` makes a mapping known to the device; answers what undoes it, or None.
     :param copy: ``copy(tensor, address, nbytes, to_device)`` begins a copy; answers its event, which has ``query()``.
     """
 
     cdef Flights core
-    cdef object pin, copy, timer
-    cdef list flights
-    cdef double delay
+    cdef object pin, copy, poller
 
     def __init__(self, Flights core, pin, copy):
-        self.core, self.pin, self.copy, self.flights, self.delay = core, pin, copy, [], SHORTEST_LOOK
+        self.core, self.pin, self.copy = core, pin, copy
 
     def begin(self, Transfer transfer):
         """Begins the copy of a transfer whose local side is a tensor of a device."""
@@ -66,34 +63,22 @@ cdef class DeviceCopies:
         except Exception as error:
             table.mem_return(transfer.link.link, transfer.desc.rmem)
             raise errors.DriverError(f"the device refused a {transfer._describe()}: {error}", peer=transfer.link.peer) from error
-        self.flights.append(transfer)
-        self._look_in(SHORTEST_LOOK)
+        if self.poller is None:  # the engine has its loop from its opening on
+            self.poller = EventPoller(self.core.loop)
+        self.poller.watch(partial(self._look, transfer))
 
-    cdef int _look_in(self, double delay) except -1:
-        self.delay = delay
-        if self.timer is None:
-            self.timer = self.core.loop.call_later(delay, self._look)
-        return 0
-
-    def _look(self):
-        cdef Transfer transfer
-        cdef list flights = self.flights
-        cdef list waiting = []
-        self.timer, self.flights = None, []
+    def _look(self, Transfer transfer not None):
+        """Return True if there is nothing left to wait for: the copy is over, or the engine is."""
         if self.core.finished:
-            return
-        for transfer in flights:
-            try:
-                if not transfer.device.query():
-                    waiting.append(transfer)
-                    continue
-            except Exception as error:
-                self._land(transfer, error)
-            else:
-                self._land(transfer, None)
-        self.flights = waiting + self.flights
-        if waiting:
-            self._look_in(min(2 * self.delay, LONGEST_LOOK) if len(waiting) == len(flights) else SHORTEST_LOOK)
+            return True
+        try:
+            if not transfer.device.query():
+                return False
+        except Exception as error:
+            self._land(transfer, error)
+        else:
+            self._land(transfer, None)
+        return True
 
     cdef int _land(self, Transfer transfer, object error) except -1:
         """The copy is over; what follows it is the driver's."""

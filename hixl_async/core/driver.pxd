@@ -53,6 +53,9 @@ cdef extern from "hxa_driver.h" nogil:
         HXA_EVENT_LOG
         HXA_EVENT_MESSAGE
 
+    int32_t hxa_refusal_status(int answer)
+    int32_t hxa_refusal_native(int answer)
+
     ctypedef struct hxa_instance:
         pass
     ctypedef struct hxa_link:

@@ -86,7 +86,12 @@ cdef dict FAILURES = {HXA_E_LINK: errors.PeerLostError, HXA_E_TIMEOUT: errors.Tr
 
 
 cdef object refusal(Driver driver, int status, int native, str what, str peer, object index=None):
-    """The error of a call that the driver refused, or of one that moves no transfer memory."""
+    """The error of a call that the driver refused, or of one that moves no transfer memory.
+
+    :param status: the status of the op, or the negated refusal of the call.
+    """
+    native = native or hxa_refusal_native(-status)
+    status = hxa_refusal_status(-status)
     kind = REFUSALS.get(status, errors.DriverError)
     where = f" (peer {peer!r})" if peer else ""
     text = f"{what}: {_status_text(driver, status, native)}{where}"

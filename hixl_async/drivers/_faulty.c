@@ -1,9 +1,18 @@
 /* The fault-injecting driver: wraps another driver's table and spoils its work by a seeded plan.
  *
- * The plan lies in a control block that hixl_async.testing owns and fills (faulty/faulty.h has its layout); without one nothing
- * is spoilt.  See faulty/faulty.h for the parts.
+ * The plan lies in a control block that hixl_async.testing owns and fills; without one nothing is spoilt.  The parts, each of
+ * which uses only those above it:
  *
- * The calls of transports that block exist whether or not the wrapped driver has them; see faulty/call.c.
+ *   control, ring   the block's layout; linked rings
+ *   plan            the rules: which of them apply to which operation
+ *   timer           the thread that rings alarms
+ *   instance, link  the objects;  registry: all of them;  doorbell: makes the loop poll a link
+ *   operation       one accepted operation;  steps: the submits that it is divided into;  reorder, wait: what they wait for
+ *   stop, outcome   how links and operations end, and what is reported
+ *   work            submit, cancel, abandon, progress
+ *   call, message   calls of transports that block, whether or not the wrapped driver has them; messages between drivers
+ *   link.c          links: made, polled, stopped
+ *   command         releases, breaks and messages, on Python's command
  *
  * Options:
  *   driver     address of the wrapped driver's table (the core turns a capsule into it); required
@@ -11,13 +20,21 @@
  *   seed       number that the plan's chances and ranges start from; default: the control block's
  *   inner.*    handed to the wrapped driver without the prefix
  */
-#include "faulty/faulty.h"
 #include "hxa_module.h"
 
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
+
+#include "faulty/call.h"
+#include "faulty/command.h"
+#include "faulty/link.h"
+#include "faulty/message.h"
+#include "faulty/operation.h"
+#include "faulty/registry.h"
+#include "faulty/work.h"
 
 /* The last driver that was wrapped: error_text has no instance to ask. */
 static const hxa_driver *wrapped;
@@ -78,9 +95,8 @@ static int parse(const hxa_option *options, size_t n, settings *out, char *error
 /* ---- life ------------------------------------------------------------------------------------------------------------- */
 
 static void instance_free(hxa_instance *self) {
-    pthread_cond_destroy(&self->wake);
+    faulty_timer_free(&self->timer);
     pthread_mutex_destroy(&self->lock);
-    free(self->heap);
     free(self);
 }
 
@@ -104,35 +120,31 @@ static int faulty_open(const hxa_option *options, size_t n, const hxa_sink *sink
     self->seed = set.seeded ? set.seed : self->block->seed;
     self->loop = pthread_self();
     pthread_mutex_init(&self->lock, NULL);
-    pthread_condattr_t clock;
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&self->wake, &clock);
-    pthread_condattr_destroy(&clock);
+    faulty_timer_init(&self->timer, &self->lock);
     status = self->table->open(set.inner, set.n, &self->sink, &self->inner, error, error_len);
     if (status != 0) {
         instance_free(self);
         return status;
     }
     __atomic_store_n(&wrapped, table, __ATOMIC_RELEASE);
-    faulty_registry_add(self);
+    faulty_registry_add(self, faulty_run_command);
     *made = self;
     return 0;
 }
 
 static void faulty_close(hxa_instance *self) {
     faulty_registry_remove(self);
-    faulty_timer_stop(self);
-    faulty_reap(self);
+    faulty_timer_stop(&self->timer);
+    faulty_operation_free_dead(self);
     self->table->close(self->inner);
-    faulty_reap(self);
+    faulty_operation_free_dead(self);
     instance_free(self);
 }
 
 static void faulty_after_fork(hxa_instance *self) {
     faulty_registry_forked(self);
     for (hxa_link *link = self->links; link != NULL; link = link->next) {
-        close(link->bell);
+        close(link->doorbell);
         close(link->set);
     }
     if (self->table->after_fork != NULL) self->table->after_fork(self->inner);
@@ -145,9 +157,9 @@ static void faulty_limits(hxa_instance *self, hxa_limits *out) {
 }
 
 static void faulty_stats(hxa_instance *self, hxa_stats *out) {
-    faulty_reap(self);
+    faulty_operation_free_dead(self);
     self->table->stats(self->inner, out);
-    out->threads += self->running;
+    out->threads += self->timer.running;
 }
 
 static const char *faulty_error_text(int32_t status, int32_t native) {
@@ -192,19 +204,19 @@ static int faulty_mem_export(hxa_mem *mem, uint32_t rights, hxa_card *card) {
 static int faulty_mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rights, hxa_mem **made, hxa_op *op) {
     hxa_instance *self = link->self;
     hxa_mem *mem = mem_new(self);
-    faulty_flight *flight = mem != NULL ? faulty_flight_new(self, link, op, FAULTY_CALL) : NULL;
-    if (flight == NULL) {
+    faulty_operation *call = mem != NULL ? faulty_call_forward(link, op) : NULL;
+    if (call == NULL) {
         for (uint32_t i = 0; i < card->nfds && i < HXA_CARD_FDS; i++) close(card->fds[i]);
         free(mem);
         return -HXA_E_NOMEM;
     }
-    const int answer = self->table->mem_import(link->inner, card, size, rights, &mem->inner, &flight->op);
-    if (answer < 0) op->native = flight->op.native;
-    if (answer != HXA_PENDING) free(flight);
+    const int answer = self->table->mem_import(link->inner, card, size, rights, &mem->inner, &call->op);
+    if (answer < 0) op->native = call->op.native;
+    if (answer != HXA_PENDING) faulty_operation_free(call);
     return mem_made(mem, answer, made);
 }
 
-/* What a device copies by itself no rule looks at; what follows its copy is an op like others. */
+/* No rule applies to the bytes that a device copies by itself.  The signal that follows its copy is an operation like others. */
 static int faulty_mem_borrow(hxa_link *link, hxa_mem *mem, void **address) {
     const hxa_driver *table = link->self->table;
     return table->mem_borrow != NULL ? table->mem_borrow(link->inner, mem->inner, address) : -HXA_E_UNSUPPORTED;
@@ -223,7 +235,7 @@ static const hxa_driver faulty_driver = {
     .abi = HXA_DRIVER_ABI,
     .size = sizeof(hxa_driver),
     .name = "faulty",
-    .caps = HXA_CAP_CANCEL,            /* limits tells what it can do around the driver that it wraps */
+    .caps = HXA_CAP_CANCEL,            /* limits adds those of the wrapped driver */
     .open = faulty_open,
     .close = faulty_close,
     .after_fork = faulty_after_fork,
@@ -249,7 +261,7 @@ static const hxa_driver faulty_driver = {
     .shutdown = faulty_shutdown,
     .mem_ready = faulty_mem_ready,
     .mem_retire = faulty_mem_retire,
-    .message = faulty_message,
+    .message = faulty_message_receive,
     .abandon = faulty_abandon,
     .link_pace = faulty_link_pace,
     .about = faulty_about,

@@ -1,7 +1,19 @@
 /* The shared-memory driver: peers on one Linux host.
  *
  * The initiator of a transfer does all the work: it maps the peer's region and copies, inline or on copy threads.  A peer
- * needs no thread for it and can be stopped or killed at any point.  See shm/shm.h for the parts.
+ * needs no thread for it and can be stopped or killed at any point.
+ *
+ * Two kinds of threads run here: the loop (the thread of T2) and the copy threads.  The parts, each knowing only those above:
+ *
+ *   shm/procfs limits descriptor segment    the kernel's files and limits; descriptors; memfd segments
+ *   shm/half ring doorbell                  what the two sides share; notification records; the pipe that wakes
+ *   shm/process                             the peer's process, and process_vm_*
+ *   shm/job pool instance                   accepted ops, and how the loop hands them to threads
+ *   shm/link op region                      a link, an op and a memory, as all others see them
+ *   shm/copy notes                          moving bytes; appending notifications
+ *   shm/workers                             copy threads
+ *   shm/submit memory                       transfers; regions of ours and imports of a peer's
+ *   shm/connect fence stop receive          the life of a link
  *
  * Options (strings of whole numbers):
  *   threads         copy threads, started when first needed                  1..64, default 2; 1 below four CPUs
@@ -13,12 +25,22 @@
  *   nowait          0: read doorbells as on kernels before 6.4               default: what the kernel can
  */
 #include "hxa_module.h"
-#include "shm/shm.h"
+#include "shm/connect.h"
+#include "shm/descriptor.h"
+#include "shm/doorbell.h"
+#include "shm/fence.h"
+#include "shm/limits.h"
+#include "shm/link.h"
+#include "shm/memory.h"
+#include "shm/receive.h"
+#include "shm/region.h"
+#include "shm/stop.h"
+#include "shm/submit.h"
+#include "shm/workers.h"
 
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 _Static_assert(sizeof(void *) == 8, "offsets and addresses share 64-bit words");
@@ -102,14 +124,12 @@ static int shm_open_instance(const hxa_option *options, size_t n, const hxa_sink
     self->nowait = settings[NOWAIT].value != 0 && shm_bell_nowait();
     self->note_bytes = note_bytes;
     self->text = text;
-    if (getrandom(&self->token, sizeof self->token, GRND_NONBLOCK) != sizeof self->token)
-        self->token = (uint64_t)(uintptr_t)self ^ (uint64_t)getpid() << 48;
     *made = self;
     return 0;
 }
 
 static void shm_close_instance(hxa_instance *self) {
-    shm_pool_close(self);
+    shm_pool_close(&self->pool);
     free(self->text);
     free(self);
 }
@@ -117,12 +137,10 @@ static void shm_close_instance(hxa_instance *self) {
 /* In the child.  Imported mappings did not come along (MADV_DONTFORK), the threads neither. */
 static void shm_after_fork(hxa_instance *self) {
     for (hxa_link *link = self->links; link != NULL; link = link->next) {
-        const int fds[] = {link->bell, link->bell_read, link->peer_bell, link->pidfd};
-        for (size_t i = 0; i < sizeof fds / sizeof *fds; i++)
-            if (fds[i] >= 0) close(fds[i]);
+        const int fds[] = {link->bell, link->bell_read, link->peer_bell, link->process.pidfd};
+        for (size_t i = 0; i < sizeof fds / sizeof *fds; i++) shm_fd_close(fds[i]);
     }
-    for (hxa_mem *mem = self->memories; mem != NULL; mem = mem->next)
-        if (mem->fd >= 0) close(mem->fd);
+    for (hxa_mem *mem = self->memories; mem != NULL; mem = mem->next) shm_fd_close(mem->fd);
 }
 
 static void shm_limits(hxa_instance *self, hxa_limits *out) {
@@ -139,13 +157,42 @@ static void shm_stats(hxa_instance *self, hxa_stats *out) {
 
 /* ---- texts ----------------------------------------------------------------------------------------------------------- */
 
-/* strerror_r comes in two kinds. */
-static const char *describe(int error, char *space, size_t size) {
+/* The name of an errno, and what it means.  strerror_r comes in two kinds. */
+static void describe(int error, char *text, size_t size) {
+    char space[96];
+    const char *name = NULL;
 #ifdef __GLIBC__
-    return strerror_r(error, space, size);
-#else
-    return strerror_r(error, space, size) == 0 ? space : "unknown error";
+    const char *meaning = strerror_r(error, space, sizeof space);
+#if __GLIBC_PREREQ(2, 32)
+    name = strerrorname_np(error);
 #endif
+#else
+    const char *meaning = strerror_r(error, space, sizeof space) == 0 ? space : "unknown error";
+#endif
+    if (name != NULL) snprintf(text, size, "%s: %s", name, meaning);
+    else snprintf(text, size, "errno %d: %s", error, meaning);
+}
+
+/* Why registered memory of the peer cannot be reached, and what to do instead. */
+static void describe_unreachable(int error, char *text, size_t size) {
+    static const char INSTEAD[] = "use a region made by allocate";
+    char reason[128];
+    describe(error, reason, sizeof reason);
+    switch (error) {
+    case ESRCH:
+        snprintf(text, size, "the peer's registered memory can't be reached: its process has no number here (it is in another "
+                 "pid namespace that is not below ours), has ended, or is not the one that the control connection names; %s (%s)",
+                 INSTEAD, reason);
+        break;
+    case ENOENT: case EACCES:
+        snprintf(text, size, "the peer's registered memory can't be reached, because it can't be found out whose process it is: "
+                 "/proc is not mounted here, or hides other processes; mount it, or %s (%s)", INSTEAD, reason);
+        break;
+    default:
+        snprintf(text, size, "the peer's registered memory can't be reached by process_vm_readv/writev: it is another user's "
+                 "process, or not dumpable, or kernel.yama.ptrace_scope or a container's seccomp filter forbids it; %s (%s)",
+                 INSTEAD, reason);
+    }
 }
 
 static const char *shm_error_text(int32_t status, int32_t native) {
@@ -160,27 +207,23 @@ static const char *shm_error_text(int32_t status, int32_t native) {
         [HXA_E_LINK] = "the link is down, stopped or fenced, or the peer is gone",
         [HXA_E_CANCELLED] = "cancelled before all of it was done",
         [HXA_E_TIMEOUT] = "timed out",
-        [HXA_E_PROTOCOL] = "what the peer sent makes no sense: no shm driver of this version makes such cards or rings",
+        [HXA_E_PROTOCOL] = "the peer sent what no shm driver of this version sends",
         [HXA_E_SYSTEM] = "the operating system refused",
     };
-    static _Thread_local char text[400];
+    static _Thread_local char text[800];
+    char reason[128], limit[600];
     if (status < 0) status = -status;
     if (status < 0 || (size_t)status >= sizeof texts / sizeof *texts) return "unknown status";
     if (native == 0) return texts[status];
-    char space[96];
-    const char *reason = describe(native, space, sizeof space);
-    if (status == HXA_E_RIGHTS && native == ESRCH) {
-        snprintf(text, sizeof text, "the peer's registered memory can't be reached: its process has no number here (another "
-                 "pid namespace) or is not the one that the control connection names; use a region made by allocate (errno %d)",
-                 native);
-    } else if (status == HXA_E_RIGHTS) {
-        snprintf(text, sizeof text, "the peer's registered memory can't be reached by process_vm_readv/writev (%s): it is "
-                 "another user's process, or not dumpable, or kernel.yama.ptrace_scope or a container's seccomp filter forbids "
-                 "it; use a region made by allocate (errno %d)", reason, native);
+    describe(native, reason, sizeof reason);
+    if (status == HXA_E_RIGHTS) {
+        describe_unreachable(native, text, sizeof text);
     } else if (status == HXA_E_RANGE && native == EFAULT) {
-        snprintf(text, sizeof text, "an address of registered memory is not mapped any more, or read-only (errno %d)", native);
+        snprintf(text, sizeof text, "an address of registered memory is not mapped any more, or read-only (%s)", reason);
+    } else if (status == HXA_E_NOMEM && shm_limit_describe("", native, limit, sizeof limit) > 0) {
+        snprintf(text, sizeof text, "%s; %s", reason, limit);
     } else {
-        snprintf(text, sizeof text, "%s: %s (errno %d)", texts[status], reason, native);
+        snprintf(text, sizeof text, "%s (%s)", texts[status], reason);
     }
     return text;
 }

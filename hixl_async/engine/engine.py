@@ -18,9 +18,7 @@ from ..control import Identity, Listener
 from ..core import torch_device
 from ..core.device_copies import DeviceCopies
 from ..core.link import (
-    CAP_ALLOC,
     CAP_NOTIFY,
-    CAP_REGISTER,
     CAP_SAME_HOST,
     EVENT_LINK_DOWN,
     EVENT_LOG,
@@ -29,27 +27,25 @@ from ..core.link import (
     EVENT_SIGNAL,
     Driver,
 )
-from ..core.memory import LocalMemory, Slice
 from ..core.transfer import Transfer
 from ..errors import (
-    BusyError,
     ClosedError,
     DriverError,
     HixlError,
     InvalidArgumentError,
-    RangeError,
 )
-from ..types import Access, AccessLike, Address, EngineStats, PeerState
+from ..types import AccessLike, Address, EngineStats
 from .arguments import positive_seconds
+from .closing import Closing
 from .coalescer import Coalescer
 from .config import Drivers, EngineConfig, parse_address
 from .group import Group
+from .host import Handler, Host
 from .notifications import Subscription, Topics
 from .peer import Peer
 from .peers import Peers
-from .region import MAX_NAME, Operand, Region, operand, parse_access
-from .regions import MAX_OFFERS
-from .rpc import Handler
+from .region import Operand, Region, operand
+from .region_table import RegionTable
 from .subscription_queue import Feed
 
 __all__ = ["Engine"]
@@ -125,12 +121,22 @@ class Engine(Core):
         self._drivers: dict[str, Driver] = {}
         self._started: list[Driver] = []
         self._facts: dict[str, dict[str, str]] = {}
-        self._names: dict[str, Region] = {}
-        self._numbers: dict[int, Region] = {}
-        self._peers = Peers(self)
-        self._device_copies = DeviceCopies(self, torch_device.pin, torch_device.copy)
-        self._next_number = 1
         self._services: dict[str, Handler] = {"hixl.ping": _pong}
+        self._host = Host(
+            core=self,
+            config=self.config,
+            identity=self._identity,
+            check_open=self._must_be_open,
+            check=self._must_be_here,
+            spawn=self._spawn,
+            shared_drivers=self._shared_drivers,
+            region=lambda number: self._regions.get(number),
+            regions=lambda: self._regions.all(),
+            handler=self._services.get,
+        )
+        self._peers = Peers(self._host)
+        self._regions = RegionTable(self, self._drivers, self._peers, self._host)
+        self._device_copies = DeviceCopies(self, torch_device.pin, torch_device.copy)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._close_callbacks: list[Callable[[], None]] = []
         self._topics: Topics | None = None
@@ -191,21 +197,24 @@ class Engine(Core):
             raise DriverError(str(error), native=error.native) from error
         self._facts[driver.name] = driver.about()
 
-    async def aclose(self) -> None:
-        """Refuses new work, drains what is in flight, says goodbye to peers, and gives everything back.  Idempotent.
+    def aclose(self) -> Closing:
+        """Refuse new work, drain what is in flight, say goodbye to peers, and give everything back.  Idempotent.
 
-        Within ``close_timeout`` and a moment; what a driver still holds after it, or a peer may still write although it
-        belongs to somebody else, is leaked, and the loop's exception handler hears of it.
+        It begins with the call, and takes ``close_timeout`` and a moment at most.  Memory that a driver still holds after that,
+        or registered memory that a peer may still write, is leaked, and reported to the loop's exception handler.
 
-        :raises WrongLoopError: if called in another event loop than that in which it was opened.
+        :return: an awaitable; cancelling it does not stop the end, so that no engine is left half closed.
+        :raises WrongLoopError: if called in another event loop than that in which the engine was opened.
         """
-        if self.forked or self.loop is None or (self.closed and self._closing is None):
-            return
-        if self._closing is None:
+        return Closing(self, self._begin_to_close)
+
+    def _begin_to_close(self) -> asyncio.Task[None] | None:
+        if self.forked or self.loop is None:
+            return None
+        if self._closing is None and not self.closed:
             self._must_be_here()
             self._closing = self.loop.create_task(self._close())
-        # A caller that is cancelled must not leave the engine half closed.
-        await asyncio.shield(self._closing)
+        return self._closing
 
     async def _close(self) -> None:
         self._refuse_work()
@@ -221,8 +230,7 @@ class Engine(Core):
         await self._wait(leaving, until)
         if self._topics is not None:
             self._topics.close()
-        for region in list(self._numbers.values()):
-            self._forget_region(region)
+        self._regions.close()
         for peer, leaked in self._peers.give_up():
             self._report(f"{leaked!r} is leaked: {peer!r}, whose death is not confirmed, may still write it")
         drained = self._all_drained()
@@ -330,27 +338,19 @@ class Engine(Core):
         access: AccessLike = "none",
         grant: Callable[[Peer], AccessLike] | None = None,
     ) -> Region:
-        """New memory, zeroed, that transfers may use, and that peers may use as far as `access` goes.
+        """Allocate new memory, zeroed, that transfers may use, and that peers may use as far as `access` goes.
 
-        :param name: unique in this engine; peers ask for it.
+        :param name: unique in this engine; peers ask for the region by it.
         :param size: bytes.
         :param access: the most that any peer can be given: ``"none"``, ``"read"``, ``"write"``, ``"read-write"``.
         :param grant: called with each peer, narrows `access` for it.
+        :return: the region; close it with `Region.aclose`, or by ``async with``.
         :raises InvalidArgumentError: if an argument is malformed or the name is taken.
         :raises BusyError: if 4096 regions are exported already, the most that a peer takes note of.
         :raises DriverError: if there is not enough memory.
         """
-        rights = self._check_new_region(name, access, grant)
-        if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < 1 << 62:
-            raise InvalidArgumentError(f"size must be a positive number of bytes, not {size!r}")
-        region = Region(self, name, rights, grant)
-        allocator = next((d for d in self._drivers.values() if d.capabilities & CAP_ALLOC), None)
-        if allocator is None:
-            names = ", ".join(self._drivers)
-            raise DriverError(f"none of the drivers ({names}) allocates memory; register a buffer of yours")
-        self._adopt(region, allocator, size, int(region.access))
-        self._introduce(region, allocator)
-        return self._enter_region(region)
+        self._must_be_open()
+        return self._regions.allocate(name, size, access, grant)
 
     def register(
         self,
@@ -360,140 +360,27 @@ class Engine(Core):
         access: AccessLike = "none",
         grant: Callable[[Peer], AccessLike] | None = None,
     ) -> Region:
-        """Memory that exists already, as a region: any contiguous buffer, a tensor, or what numpy adopts by DLPack.
+        """Make a region of memory that exists already.
 
-        The object is kept alive until the region is closed and nobody uses it any more.  Parameters as for `allocate`.
-
+        :param name: unique in this engine; peers ask for the region by it.
+        :param buffer: any contiguous buffer, a tensor, or an object that numpy adopts by DLPack; kept alive until the region is
+            closed and no longer used.
+        :param access: the most that any peer can be given: ``"none"``, ``"read"``, ``"write"``, ``"read-write"``.
+        :param grant: called with each peer, narrows `access` for it.
+        :return: the region; close it with `Region.aclose`, or by ``async with``.
+        :raises InvalidArgumentError: if an argument is malformed or the name is taken.
         :raises BufferTypeError: if `buffer` has no contiguous memory, holds references to Python objects, or is read-only and
             `access` lets peers write.
+        :raises BusyError: if 4096 regions are exported already, the most that a peer takes note of.
         :raises DriverError: if no driver can register memory that exists already.
         """
-        rights = self._check_new_region(name, access, grant)
-        region = Region(self, name, rights, grant, borrowed=True)
-        if isinstance(buffer, LocalMemory | Slice):
-            raise InvalidArgumentError(f"{buffer!r} is, or lies in, a region already; peers can be given that")
-        if _has_buffer(buffer):
-            self._borrow(region, buffer, int(region.access))
-        else:
-            self._borrow_object(region, buffer)
-        self._introduce(region, None)
-        return self._enter_region(region)
-
-    def _check_new_region(self, name: str, access: AccessLike, grant: object) -> Access:
         self._must_be_open()
-        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= MAX_NAME:
-            raise InvalidArgumentError(f"name must be a printable string of 1 to {MAX_NAME} bytes, not {name!r}")
-        if name in self._names:
-            raise InvalidArgumentError(f"region {name!r} exists already; close it first, or choose another name")
-        if grant is not None and not callable(grant):
-            raise InvalidArgumentError(f"grant must be a function of a peer, not {grant!r}")
-        rights = parse_access(access)
-        if (
-            rights
-            and len(self._names) >= MAX_OFFERS
-            and sum(bool(r.access) for r in self._names.values()) >= MAX_OFFERS
-        ):
-            raise BusyError(
-                f"{MAX_OFFERS} regions are exported, which is the most; close some, or let one region hold several things"
-            )
-        return rights
-
-    def _borrow_object(self, region: Region, obj: Any) -> None:
-        where = operand(obj, bool(region.access & Access.WRITE))
-        owner: Any = where.owner
-        if _has_buffer(owner):  # which also tells whether it may be written
-            self._borrow(region, owner, int(region.access))
-        elif where.size == 0:
-            raise RangeError("the buffer is empty; there is nothing to register")
-        else:
-            self._borrow_address(region, owner, where.address, where.size, int(region.access), where.device)
-
-    def _introduce(self, region: Region, allocator: Driver | None) -> None:
-        """Makes `region` known to every driver that can use it."""
-        known = [] if allocator is None else [allocator]
-        try:
-            for driver in self._drivers.values():
-                able = driver is not allocator and driver.capabilities & CAP_REGISTER
-                if able and self._register(region, driver):
-                    known.append(driver)
-            if not known:
-                names = ", ".join(self._drivers)
-                kind = "device memory" if region.device else "memory that exists already; use allocate"
-                raise DriverError(f"none of the drivers ({names}) registers {kind}")
-            for driver in known:
-                if (pending := self._registration(region, driver)) is not None:
-                    region.registrations[driver.name] = pending
-        except BaseException:
-            region.retire()
-            raise
-
-    def _registration(self, region: Region, driver: Driver) -> asyncio.Future[DriverError | None] | None:
-        """For a transport that registers memory in its own time: why it did not, or None once it has."""
-        try:
-            registration = region.registration(driver)
-        except HixlError as error:  # it has failed already, which is no other failure than a later one
-            outcome = self.loop.create_future()
-            outcome.set_result(_unusable(region, driver, error))
-            return outcome
-        return None if registration.done() else self._spawn(self._registered(region, driver, registration))
-
-    async def _registered(
-        self, region: Region, driver: Driver, registration: asyncio.Future[int]
-    ) -> DriverError | None:
-        try:
-            await registration
-        except HixlError as error:
-            return _unusable(region, driver, error)
-        return None
-
-    def _enter_region(self, region: Region) -> Region:
-        region.number = self._next_number
-        self._next_number += 1
-        self._names[region.name] = self._numbers[region.number] = region
-        for peer in self.peers:
-            peer._exports.offer(region)
-        return region
-
-    def _revoke(self, region: Region) -> None:
-        if self._numbers.get(region.number) is not region:
-            return
-        self._must_be_open()
-        self._forget_region(region)
-        for peer in self.peers:
-            peer._exports.withdraw(region)
-
-    async def _withdraw(self, region: Region) -> None:
-        self._revoke(region)
-        if self.closed:
-            return
-        self._must_be_here()
-        users = [peer for peer in self._peers if region in peer._exports]
-        silent = [peer for peer in users if peer.state is PeerState.DOWN]
-        try:
-            if silent and region.pins == len(silent):
-                raise TimeoutError  # nobody is left who could answer in time
-            async with asyncio.timeout(self.config.close_timeout):
-                await region.released()
-        except TimeoutError:
-            names = ", ".join(repr(peer.name) for peer in users) or "this process"
-            logger.warning(
-                "%r: its users (%s) did not let go of it; its memory stays pinned until they do", region, names
-            )
-
-    def _forget_region(self, region: Region) -> None:
-        del self._numbers[region.number], self._names[region.name]
-        region.retire()
+        return self._regions.register(name, buffer, access, grant)
 
     @property
     def regions(self) -> dict[str, Region]:
         """This engine's regions by name."""
-        return dict(self._names)
-
-    def _region(self, number: int) -> Region | None:
-        return self._numbers.get(number)
-
-    def _regions(self) -> list[Region]:
-        return list(self._numbers.values())
+        return self._regions.by_name()
 
     def _begin_on_device(self, transfer: Transfer) -> None:
         self._device_copies.begin(transfer)
@@ -541,18 +428,6 @@ class Engine(Core):
             if name in theirs and (same_host or not driver.capabilities & CAP_SAME_HOST)
         ]
 
-    def _others(self, peer: Peer) -> list[Peer]:
-        return self._peers.others(peer)
-
-    def _attach(self, peer: Peer) -> int:
-        return self._peers.attach(peer)
-
-    def _detach(self, peer: Peer) -> None:
-        self._peers.detach(peer)
-
-    def _handler(self, service: str) -> Handler | None:
-        return self._services.get(service)
-
     def serve(self, service: str, handler: Handler) -> None:
         """Lets peers call `handler` by ``peer.request(service, body)`` and ``peer.post(service, body)``.
 
@@ -581,7 +456,7 @@ class Engine(Core):
         :raises PeerDownError: if the peer is down.
         """
         self._must_be_open()
-        if not isinstance(peer, Peer) or peer._host is not self:
+        if not isinstance(peer, Peer) or peer._host is not self._host:
             raise InvalidArgumentError(f"peer must be a peer of this engine, not {peer!r}")
         return self._post_note(peer._link(CAP_NOTIFY, "notify"), (topic, payload))
 
@@ -701,22 +576,6 @@ class Engine(Core):
 def _pong(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
     """The service ``hixl.ping``, which every engine has: sends back what came."""
     return body
-
-
-def _unusable(region: Region, driver: Driver, error: HixlError) -> DriverError:
-    failure = DriverError(f"{region!r} cannot be used by driver {driver.name!r}: {error}", native=error.native)
-    logger.warning("%s", failure)
-    return failure
-
-
-def _has_buffer(obj: object) -> bool:
-    try:
-        memoryview(obj).release()  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    except (BufferError, ValueError):  # it cannot be described, say because it is a datetime64; its bytes can be had
-        return True
-    return True
 
 
 def _after_fork_in_child() -> None:

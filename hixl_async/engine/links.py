@@ -1,12 +1,12 @@
-"""The links of one peer, one for each driver that both sides have: how they come to be, and how all of them end.
+"""The links of one peer, one for each driver that both sides have: how they are made, and how they end.
 
 ::
 
     link         a driver's card, which the other side's driver joins with its own
-    link.failed  that driver will not do: both sides go on without it, unless it was the last
-    ready        all that could be linked is; who has said and heard it may submit
-    driver       what a driver has to say to the one at the other end
-    link.down    one broke after that: the side that saw it parts from the other
+    link.failed  a driver cannot be linked: both sides go on without it, unless it was the last
+    ready        all drivers that can be linked are; a side that has sent and received it may submit
+    driver       a message of a driver to the driver at the other end
+    link.down    a link broke after that: the side that noticed it ends the connection
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Awaitable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterator
 
 from ..core.link import CAP_SAME_HOST, MESSAGE_LIMIT, Driver, Link
 from ..errors import ConnectError, DriverError, HixlError, NoRouteError, PeerDownError, ProtocolError
 from ..types import PeerState
 from .messages import Incoming, binary_text
-
-if TYPE_CHECKING:
-    from .peer import Peer
+from .session import Mark, Session
 
 __all__ = ["Links"]
 
@@ -35,20 +32,37 @@ FAILURE_LIMIT = 500
 
 
 class Links:
-    """What transfers and notifications to one peer travel over, in our order of preference."""
+    """The links to one peer, in our order of preference.
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self._loop = peer._host.loop
+    :param cookie: the number by which drivers know the peer.
+    :param announce: tells the peer that it may submit; called once, when all drivers that can be linked are.
+    :param come_up: called once, when both sides may submit.
+    :param explain: returns why links to the peer are down, if that is known.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        cookie: int,
+        announce: Callable[[], None],
+        come_up: Callable[[], None],
+        explain: Callable[[], str | None],
+    ) -> None:
+        self._session = session
+        self._cookie = cookie
+        self._announce = announce
+        self._come_up = come_up
+        self._explain = explain
+        self._loop = session.loop
         self._links: dict[str, Link] = {}
-        self._unjoined: set[str] = set()  # drivers of which the peer has sent no card yet
-        self._failed: dict[str, Link | None] = {}  # drivers that one side could not link, with what is left of it
-        self._failures: list[HixlError] = []  # why
+        self._unjoined: set[str] = set()  # drivers whose card has not come yet
+        self._failed: dict[str, Link | None] = {}  # drivers that one side could not link, and what is left of the link
+        self._failures: list[HixlError] = []  # their reasons
         self._broken: dict[str, HixlError] = {}  # links that broke after we told the peer that it may use them
         self._told_ready = False
         self._heard_ready = False
         self._pace = 0
-        #: Done when both sides can submit, or with the reason why they never will.
+        #: Done when both sides can submit; its exception is the reason why they never will.
         self.ready: asyncio.Future[None] = self._loop.create_future()
 
     def __iter__(self) -> Iterator[Link]:
@@ -56,25 +70,30 @@ class Links:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of their drivers."""
+        """The names of their drivers."""
         return tuple(self._links)
 
     def get(self, name: str) -> Link | None:
-        """The link of a driver."""
+        """Return the link of a driver, or None."""
         return self._links.get(name)
 
     def first(self, needed: int, what: str) -> Link:
-        """The first whose driver has a capability.
+        """Return the first link whose driver has a capability.
+
+        :param needed: capability bits, of which one is enough.
+        :param what: the words for it in the error.
 
         :raises DriverError: if none has it.
         """
         for link in self._links.values():
             if link.driver.capabilities & needed:
                 return link
-        raise DriverError(f"none of the drivers linked with {self._peer.name!r} ({', '.join(self._links)}) can {what}")
+        raise DriverError(
+            f"none of the drivers linked with {self._session.name!r} ({', '.join(self._links)}) can {what}"
+        )
 
     def pace(self, bytes_per_second: int) -> None:
-        """At most so many for each from now on, 0: any; all of them or none."""
+        """Limit the bytes per second of each link from now on; 0 means no limit.  A limit holds for all links or none."""
         paced = []
         try:
             for link in self._links.values():
@@ -88,19 +107,19 @@ class Links:
 
     # -- coming up
 
-    def establish(self, patience: float) -> None:
-        """Offers a link of every driver that both sides have; `ready` tells when they are joined.
+    def establish(self, drivers: list[Driver], patience: float) -> None:
+        """Offer the peer a link of each driver; `ready` tells when they are joined.
 
-        :param patience: seconds after which those that are not are done without, if there are others.
-        :raises NoRouteError: if there is none.
+        :param drivers: those that both sides have.
+        :param patience: seconds after which links that are not joined are given up, if there are others.
+        :raises NoRouteError: if there is no driver.
         """
-        peer = self._peer
-        drivers = peer._host._shared_drivers(peer.identity.drivers, peer.same_host)
+        session = self._session
         if not drivers:
             raise NoRouteError(
-                f"no driver reaches {peer.name!r}: it has {', '.join(peer.identity.drivers) or 'none'}"
-                + ("" if peer.same_host else ", and it is not on this host (no Unix socket leg)"),
-                peer=peer.name,
+                f"no driver reaches {session.name!r}: it has {', '.join(session.identity.drivers) or 'none'}"
+                + ("" if session.connection.same_host else ", and it is not known to be on this host (no Unix socket)"),
+                peer=session.name,
             )
         self._unjoined = {driver.name for driver in drivers}
         if len(drivers) > 1:
@@ -108,22 +127,22 @@ class Links:
             self.ready.add_done_callback(lambda _: late.cancel())
         for driver in drivers:
             try:
-                link, card, fds = driver.link_new(peer._cookie, peer.name)
+                link, card, fds = driver.link_new(self._cookie, session.name)
             except HixlError as error:
                 self.do_without(driver.name, error)
             else:
-                link.explain_by(peer._explain)
+                link.explain_by(self._explain)
                 self._links[driver.name] = link
-                peer._send("link", {"driver": driver.name, "card": binary_text(card)}, fds)
+                session.send("link", {"driver": driver.name, "card": binary_text(card)}, fds)
 
     def on_link(self, message: Incoming) -> None:
-        """The other half of one."""
+        """Join our half of a link with the peer's."""
         name, card = message.text("driver"), message.card()
         if name in self._failed:
             return
         if name not in self._unjoined:
             raise ProtocolError(
-                f"peer {self._peer.name!r} offered a link of {name!r} that nobody expects", peer=self._peer.name
+                f"peer {self._session.name!r} offered a link of {name!r} that was not expected", peer=self._session.name
             )
         self._unjoined.discard(name)
         link = self._links[name]
@@ -133,17 +152,18 @@ class Links:
         except HixlError as error:
             self.do_without(name, error)
         else:
-            self._peer._host._spawn(self._join(link, joining))
+            self._session.spawn(self._join(link, joining))
 
     def _vouch(self, link: Link, card: bytes) -> bytes:
-        """A same-host driver's card begins with its maker's pid; only the kernel's word for it reaches the driver."""
+        """Replace the pid at the beginning of a same-host driver's card by the number that the kernel has for it here, or 0.
+
+        The peer's own number means nothing in another pid namespace, and need not be true.
+        """
         if not link.driver.capabilities & CAP_SAME_HOST:
             return card
-        credentials = self._peer._connection.credentials
-        claimed = int.from_bytes(card[:4], sys.byteorder)
-        if credentials is not None and claimed == credentials.pid:
-            return card
-        return bytes(4) + card[4:]
+        credentials = self._session.connection.credentials
+        pid = credentials.pid if credentials is not None else 0
+        return max(0, pid).to_bytes(4, sys.byteorder) + card[4:]
 
     async def _join(self, link: Link, joining: Awaitable[int]) -> None:
         try:
@@ -157,7 +177,7 @@ class Links:
 
     @property
     def _coming_up(self) -> bool:
-        return self._peer.state is PeerState.CONNECTING
+        return self._session.state is PeerState.CONNECTING
 
     def _give_up_late(self, patience: float) -> None:
         if self._coming_up and any(link.up for link in self._links.values()):
@@ -165,32 +185,33 @@ class Links:
                 self.do_without(name, ConnectError(f"driver {name!r} did not connect within {patience:.3g} s"))
 
     def do_without(self, name: str, error: HixlError) -> None:
-        """A driver's link failed here before it was used: another may do."""
+        """Go on without a driver whose link failed before it was used; another driver may do."""
         if not self._coming_up or name in self._failed:
             return
-        if self._told_ready:  # its word is on its way: that it does without this link, or that it may use it already
+        if self._told_ready:  # the peer's answer is on its way: it does without this link too, or may use it already
             self._broken[name] = error
             return
         if isinstance(error, ProtocolError):  # the peer's fault, not the driver's
-            self._peer._lose(error)
+            self._session.lose(error)
             return
         if not isinstance(error, ConnectError | PeerDownError):
-            error = ConnectError(f"driver {name!r}: {error}", peer=self._peer.name, native=error.native)
+            error = ConnectError(f"driver {name!r}: {error}", peer=self._session.name, native=error.native)
         with contextlib.suppress(PeerDownError):
-            self._peer._send("link.failed", {"driver": name, "text": str(error)[:FAILURE_LIMIT]})
+            self._session.send("link.failed", {"driver": name, "text": str(error)[:FAILURE_LIMIT]})
         self._drop(name, error)
 
     def on_failed(self, message: Incoming) -> None:
-        """The other side has to do without one."""
+        """Go on without a driver that the other side cannot link."""
         name, text = message.text("driver"), message.text("text")
         if name in self._failed:
             return
         if name not in self._links:
             raise ProtocolError(
-                f"peer {self._peer.name!r} could not make a link of {name!r} that nobody expects", peer=self._peer.name
+                f"peer {self._session.name!r} could not make a link of {name!r} that was not expected",
+                peer=self._session.name,
             )
         self._drop(
-            name, ConnectError(f"peer {self._peer.name!r} could not make the link: {text}", peer=self._peer.name)
+            name, ConnectError(f"peer {self._session.name!r} could not make the link: {text}", peer=self._session.name)
         )
 
     def _drop(self, name: str, error: HixlError) -> None:
@@ -201,12 +222,12 @@ class Links:
             first = self._failures[0]
             if len(self._failures) > 1:
                 text = "; ".join(str(failure) for failure in self._failures)
-                first = ConnectError(text, peer=self._peer.name, native=first.native)
-            self._peer._lose(first)
+                first = ConnectError(text, peer=self._session.name, native=first.native)
+            self._session.lose(first)
             return
-        logger.warning("peer %r is linked without driver %r: %s", self._peer.name, name, error)
+        logger.warning("peer %r is linked without driver %r: %s", self._session.name, name, error)
         if link is not None:
-            self._peer._host._spawn(self._stop(link))
+            self._session.spawn(self._stop(link))
         self._maybe_ready()
 
     @property
@@ -214,69 +235,62 @@ class Links:
         return not self._unjoined and all(link.up for link in self._links.values())
 
     def _maybe_ready(self) -> None:
-        """Says once, when all that can be linked is, that the peer may submit."""
+        """Announce once, when all drivers that can be linked are, that the peer may submit."""
         if self._coming_up and self._joined and not self._told_ready:
             self._told_ready = True
-            others = self._peer._host._others(self._peer)
-            try:
-                self._peer._send("ready", {"settled": all(other._over for other in others)})
-            except HixlError as error:
-                self._peer._lose(error)
+            self._announce()
             self._maybe_up()
 
-    def on_ready(self, message: Incoming) -> None:
-        """All that can be linked is, there."""
-        if message.flag("settled"):
-            # Nothing of its earlier connections is left there, although we could not hear its goodbye.
-            for other in self._peer._host._others(self._peer):
-                if other.state is PeerState.DOWN:
-                    other._become_harmless()
+    def on_ready(self) -> None:
+        """Note that the peer has linked all drivers that can be linked there."""
         self._heard_ready = True
         for name, error in self._broken.items():
             if name in self._links:
-                self._peer._lose(error)
+                self._session.lose(error)
         self._maybe_up()
 
     def _maybe_up(self) -> None:
         if self._coming_up and self._heard_ready and self._joined:
-            self._peer._come_up()
+            self._come_up()
 
     # -- between drivers
 
     def tell(self, driver: Driver, data: bytes) -> None:
-        """Carries what a driver of ours has to say to the one at the other end; they may talk as long as they are linked."""
+        """Carry a message of our driver to the driver at the other end; they may talk as long as they are linked."""
         if len(data) > MESSAGE_LIMIT:
-            self._peer._lose(
-                ProtocolError(f"driver {driver.name!r} wants to send {len(data)} bytes at once", peer=self._peer.name)
+            self._session.lose(
+                ProtocolError(
+                    f"driver {driver.name!r} wants to send {len(data)} bytes at once", peer=self._session.name
+                )
             )
             return
         with contextlib.suppress(PeerDownError):
-            self._peer._send("driver", {"driver": driver.name, "data": binary_text(data)})
+            self._session.send("driver", {"driver": driver.name, "data": binary_text(data)})
 
     def on_driver(self, message: Incoming) -> None:
-        """What its driver has to say to ours."""
+        """Hand a message of the peer's driver to ours."""
         name, data = message.text("driver"), message.binary("data")
         if name in self._failed:
             return
         if name not in self._links or name in self._unjoined:
             raise ProtocolError(
-                f"peer {self._peer.name!r} has a message for {name!r}, which is not linked", peer=self._peer.name
+                f"peer {self._session.name!r} has a message for {name!r}, which is not linked", peer=self._session.name
             )
         if len(data) > MESSAGE_LIMIT:
             raise ProtocolError(
-                f"peer {self._peer.name!r} has a message of {len(data)} bytes for {name!r}", peer=self._peer.name
+                f"peer {self._session.name!r} has a message of {len(data)} bytes for {name!r}", peer=self._session.name
             )
         self._links[name].message(data)
 
     # -- the end
 
     def refuse(self) -> None:
-        """No new work."""
+        """Refuse new work."""
         for link in self._links.values():
             link.refuse()
 
     async def drain(self, until: float) -> None:
-        """Lets our work finish by itself, as far as there is time."""
+        """Let our work finish by itself, as far as there is time."""
         drains = [link.drained() for link in self._links.values()]
         if drains:
             _, late = await asyncio.wait(drains, timeout=max(0, until - self._loop.time()))
@@ -284,27 +298,27 @@ class Links:
                 drain.cancel()
 
     def _all(self) -> list[Link]:
-        """Those that failed too: a driver may still have work for them."""
+        """Return all links, also those that failed, because a driver may still have work for them."""
         return [*self._links.values(), *filter(None, self._failed.values())]
 
     def peer_died(self) -> None:
-        """Its process has ended: whatever waits for it need not."""
+        """Tell the drivers that the peer's process has ended, so that none waits for it."""
         for link in self._all():
             with contextlib.suppress(HixlError):
                 link.stop(True)
 
     async def stop(self) -> None:
-        """Ends what runs; done when no thread of ours works for them any more."""
+        """End the work in flight; done when no thread of ours works for the links any more."""
         for link in self._all():
             await self._stop(link)
 
     async def _stop(self, link: Link) -> None:
         try:
-            await link.stop(self._peer.confirmed_dead)
+            await link.stop(self._session.has(Mark.DEAD))
         except HixlError as error:
-            logger.warning("link of %r to peer %r: %s", link.driver.name, self._peer.name, error)
+            logger.warning("link of %r to peer %r: %s", link.driver.name, self._session.name, error)
 
     def free(self) -> None:
-        """Gives them back; only after `stop`."""
+        """Give the links back; only after `stop`."""
         for link in self._all():
             link.free()

@@ -1,12 +1,12 @@
-"""A connected engine: its links, its life, and how we learn that it is gone.
+"""A connected engine: how the connection comes up, how it ends, and how we learn that the peer is gone.
 
 States: CONNECTING -> UP -> CLOSING -> DOWN, or straight to DOWN when the peer is lost.  DOWN does not mean harmless: a
-stopped process may still finish a copy into our memory, so `fenced` is a second question.  It is answered by the peer's
-goodbye (sent after its own work has drained), by its word on a later connection that nothing of this one is left, by
-the confirmed death of its process, or by the fact that it holds none of our memory; never by time.
+stopped process may still finish a copy into our memory, so whether the peer is fenced is a second question.  It is answered by
+the peer's goodbye (sent after its own work has drained), by its word on a later connection that nothing of this one is
+left, by the confirmed death of its process, or by the fact that it holds none of our memory; never by time.
 
-Whatever ends a peer, one task sees it through, `_ending`: we leave (`_leave`), it leaves or its link breaks (`_part`),
-or it is lost (`_wind_down` alone).
+One task ends a peer, `_ending`, whatever the reason: we leave (`_leave`), the peer leaves or its link breaks (`_part`), or
+the peer is lost (`_wind_down` alone).
 """
 
 from __future__ import annotations
@@ -16,31 +16,25 @@ import contextlib
 import logging
 import os
 import select
-from asyncio import FIRST_COMPLETED
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
+from typing import Any
 
-from ..core.link import Link
-from ..errors import (
-    ClosedError,
-    HixlError,
-    InvalidArgumentError,
-    PeerDownError,
-    ProtocolError,
-)
+from ..control import Connection, Identity
+from ..core.link import Driver, Link
+from ..errors import ClosedError, HixlError, InvalidArgumentError, PeerDownError, ProtocolError
 from ..types import Access, Address, PeerState
 from .arguments import positive_seconds
+from .closing import Closing
+from .host import Host
 from .links import FAILURE_LIMIT, Links
-from .messages import Incoming, close_all
+from .messages import Incoming
 from .region import Region, RemoteRegion
 from .regions import Exports, Imports
-from .rpc import Calls, Handler
+from .rpc import Rpc
+from .session import Mark, Session
 
-if TYPE_CHECKING:
-    from ..control import Connection, Identity
-    from ..core.link import Driver
-
-__all__ = ["Peer", "PeerHost"]
+__all__ = ["Peer"]
 
 logger = logging.getLogger("hixl_async")
 
@@ -53,51 +47,45 @@ CARRIERS = ("link", "region.card")
 Routes = dict[str, Callable[[Incoming], None]]
 
 
-class PeerHost(Protocol):
-    """What a peer needs of its engine."""
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
-    def _must_be_here(self) -> None: ...
-    def _shared_drivers(self, theirs: Sequence[str], same_host: bool) -> list[Driver]: ...
-    def _others(self, peer: Peer) -> list[Peer]: ...
-    def _attach(self, peer: Peer) -> int: ...
-    def _detach(self, peer: Peer) -> None: ...
-    def _region(self, number: int) -> Region | None: ...
-    def _regions(self) -> list[Region]: ...
-    def _handler(self, service: str) -> Handler | None: ...
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
-
-
 class Peer:
-    """Another engine that this one is connected to; made by ``engine.connect`` or given by ``engine.accepted``."""
+    """Another engine that this one is connected to; made by ``engine.connect`` or given by ``engine.accepted``.
 
-    def __init__(self, host: PeerHost, connection: Connection, close_timeout: float) -> None:
-        #: Who the peer says it is; proved as far as the engine's secret or the operating system proves it.
-        self.identity: Identity = connection.identity
-        #: Where the connection stands.
-        self.state = PeerState.CONNECTING
-        #: Why it is down, or None.
-        self.error: HixlError | None = None
+    :param cookie: the number by which drivers know the peer.
+    :param others: returns the other connections to the same engine.
+    :param forget: called with the peer once nothing of it is left.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        connection: Connection,
+        cookie: int,
+        others: Callable[[Peer], Iterable[Peer]],
+        forget: Callable[[Peer], None],
+    ) -> None:
         self._host = host
         self._connection = connection
-        self._close_timeout = close_timeout
-        self._loop = host.loop
-        self._cookie = host._attach(self)
+        self._cookie = cookie
+        self._others = others
+        self._forget = forget
+        self._loop = host.core.loop
         self._dialled_at: set[Address] = set()  # where `connect` finds it
-        self._links = Links(self)
-        self._calls = Calls(self)
-        self._exports = Exports(self)
-        self._imports = Imports(self)
+        self._session = Session(connection, self._loop, host.check, host.spawn, self._lose)
+        self._links = Links(self._session, cookie, self._say_ready, self._come_up, self._explain)
+        self._rpc = Rpc(self._session, self._handler)
+        self._exports = Exports(
+            self._session,
+            self._links,
+            self._rpc,
+            host.region,
+            lambda region: region.access_for(self),
+            self._holds_nothing,
+        )
+        self._imports = Imports(self._session, self._links, self._rpc)
         self._signal_callbacks: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[HixlError], None]] = []
-        self._farewell: asyncio.Future[bool] = self._loop.create_future()  # True: its goodbye; False: it went without
-        self._cut: asyncio.Future[None] = self._loop.create_future()  # nothing can be heard of it any more
-        self._fence: asyncio.Future[None] = self._loop.create_future()
         self._ending: asyncio.Task[None] | None = None
-        self._over = False  # nothing of ours works for it any more
-        self._dead = False
-        # Ours from here on: it is watched longer than the connection lives.
+        # Ours from here on, because it is watched for longer than the connection lives.
         self._pidfd, connection.pidfd = connection.pidfd, None
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._died)
@@ -106,7 +94,22 @@ class Peer:
     def __repr__(self) -> str:
         return f"<Peer {self.name!r} {self.address or 'client'} {self.state.value}>"
 
-    # -- what it is
+    # -- identity
+
+    @property
+    def identity(self) -> Identity:
+        """What the peer says about itself; proved as far as the secret or the operating system proves it."""
+        return self._session.identity
+
+    @property
+    def state(self) -> PeerState:
+        """The state of the connection."""
+        return self._session.state
+
+    @property
+    def error(self) -> HixlError | None:
+        """Why the peer is down, or None while it is not."""
+        return self._session.error
 
     @property
     def name(self) -> str:
@@ -115,7 +118,7 @@ class Peer:
 
     @property
     def address(self) -> str:
-        """Where the peer listens, ``host:port``; empty if it only dials."""
+        """The address at which the peer listens, ``host:port``; empty if it only dials."""
         return self.identity.address
 
     @property
@@ -131,10 +134,12 @@ class Peer:
     @property
     def confirmed_dead(self) -> bool:
         """True once the peer's process is known to have ended."""
-        return self._dead
+        return self._session.has(Mark.DEAD)
 
     def route(self, region: RemoteRegion | str) -> str:
-        """Which driver carries transfers to a region, and why, in a sentence.
+        """Say in a sentence which driver carries transfers to a region, and why.
+
+        :param region: an imported region of this peer, or its name.
 
         :raises InvalidArgumentError: if `region` is a name and not imported, or is no region of this peer.
         """
@@ -147,15 +152,16 @@ class Peer:
         return f"{region.link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"
 
     def limit_bandwidth(self, bytes_per_second: float | None) -> None:
-        """Lets reads and writes together move at most so many bytes per second from now on; None: as many as they can.
+        """Limit the bandwidth of reads and writes together from now on.
 
-        Each of the drivers that link us with the peer keeps to it by itself, averaged over about 10 ms.  What is limited is
-        never finished within the call, however small it is.
+        Each driver that links us with the peer keeps to the limit by itself, averaged over about 10 ms.  Limited transfers are
+        never finished within the call, however small they are.
 
+        :param bytes_per_second: at least 1, or None for no limit.
         :raises InvalidArgumentError: if it is less than 1.
         :raises DriverError: if a driver cannot do it.
         """
-        self._must_be_up()
+        self._session.must_be_up()
         if bytes_per_second is None:
             rate = 0
         elif isinstance(bytes_per_second, int | float) and 1 <= bytes_per_second < 1 << 63:
@@ -169,54 +175,51 @@ class Peer:
     # -- coming up
 
     async def _establish(self, patience: float) -> None:
-        """Links every driver that both sides have; done when both sides can submit over all that could be linked.
+        """Link every driver that both sides have; done when both sides can submit over all that could be linked.
 
         :param patience: seconds; see `Links.establish`.
         :raises NoRouteError: if there is none.
-        :raises ConnectError: if none could be linked; it lists all failures.
+        :raises ConnectError: if none could be linked; the message lists all failures.
         """
         self._connection.start(self._on_message, self._on_connection_lost)
-        self._links.establish(patience)
+        self._links.establish(self._host.shared_drivers(self.identity.drivers, self.same_host), patience)
         await self._links.ready
 
+    def _say_ready(self) -> None:
+        """Tell the peer that it may submit, and whether anything of earlier connections with it is left here."""
+        settled = all(other._session.has(Mark.WOUND_DOWN) for other in self._others(self))
+        try:
+            self._session.send("ready", {"settled": settled})
+        except HixlError as error:
+            self._lose(error)
+
+    def _on_ready(self, message: Incoming) -> None:
+        """Handle the peer's word that it has linked all that can be linked."""
+        if message.flag("settled"):
+            # Nothing of its earlier connections is left there, although their goodbye could not be heard.
+            for other in self._others(self):
+                if other.state is PeerState.DOWN:
+                    other._become_harmless()
+        self._links.on_ready()
+
     def _come_up(self) -> None:
-        self.state = PeerState.UP
-        _settle(self._links.ready, None)
-        for region in self._host._regions():
+        self._session.change(PeerState.UP)
+        if not self._links.ready.done():
+            self._links.ready.set_result(None)
+        for region in self._host.regions():
             self._exports.offer(region)
 
     # -- messages
 
-    def _send(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Queues one control message; the descriptors are closed here, the connection has its own copies.
-
-        :raises PeerDownError: if the connection is gone.
-        :raises ProtocolError: if the message cannot be sent.
-        """
-        try:
-            self._connection.send(kind, body, fds)
-        except ClosedError as error:
-            raise PeerDownError(f"peer {self.name!r} is gone: {error}", peer=self.name) from None
-        finally:
-            close_all(fds)
-
-    def _tell(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """As `_send`, for what only matters to a peer that is still there."""
-        if self.state in (PeerState.UP, PeerState.CLOSING):
-            with contextlib.suppress(PeerDownError):
-                self._send(kind, body, fds)
-        else:
-            close_all(fds)
-
     def _make_routes(self) -> dict[PeerState, Routes]:
-        """What the peer is heard to say, state by state."""
-        calls, exports, imports, links = self._calls, self._exports, self._imports, self._links
+        """Return the handlers of the peer's messages, by state and kind."""
+        rpc, exports, imports, links = self._rpc, self._exports, self._imports, self._links
         to_the_end: Routes = {
             "region.down": imports.on_down,
             "region.gone": exports.on_gone,
-            "region.card": calls.on_answer,
-            "answer": calls.on_answer,
-            "failure": calls.on_failure,
+            "region.card": rpc.on_answer,
+            "answer": rpc.on_answer,
+            "failure": rpc.on_failure,
             "goodbye": self._on_goodbye,
             "driver": links.on_driver,
         }
@@ -224,14 +227,14 @@ class Peer:
             PeerState.CONNECTING: {
                 "link": links.on_link,
                 "link.failed": links.on_failed,
-                "ready": links.on_ready,
+                "ready": self._on_ready,
                 "driver": links.on_driver,
             },
             PeerState.UP: {
                 "region.up": imports.on_up,
                 "region.get": exports.on_get,
-                "call": calls.on_call,
-                "post": calls.on_post,
+                "call": rpc.on_call,
+                "post": rpc.on_post,
                 "link.down": self._on_link_down,
                 **to_the_end,
             },
@@ -265,70 +268,75 @@ class Peer:
 
     @property
     def regions(self) -> dict[str, Access]:
-        """Names of the regions that the peer grants us, with the access of each."""
+        """The regions that the peer grants us: the access of each by name."""
         return self._imports.offered
 
     async def region(self, name: str, *, timeout: float | None = None) -> RemoteRegion:
-        """The peer's region `name`; waits until the peer exports it.
+        """Wait until the peer exports a region, and import it.
 
+        :param name: the name that the peer gave the region.
         :param timeout: seconds to wait, or None for as long as the peer lives.
-        :raises PeerDownError: if the peer goes before.
+        :return: the region, usable in transfers; the same object for each call while the region lives.
+        :raises PeerDownError: if the peer is down, or goes down before.
         :raises StaleRegionError: if the peer closes the region meanwhile.
         :raises WaitTimeoutError: if `timeout` passed.
         :raises AccessError: if the kernel does not let this process map or reach the region's memory.
         """
-        self._host._must_be_here()
+        self._host.check()
         if not isinstance(name, str):
             raise InvalidArgumentError(f"name must be a string, not {name!r}")
         return await self._imports.region(name, None if timeout is None else positive_seconds("timeout", timeout))
 
     async def request(self, service: str, body: dict[str, Any], *, timeout: float = 5.0) -> dict[str, Any]:
-        """Asks the handler that the peer serves under `service`.
+        """Send a request to the handler that the peer serves under `service`, and wait for its answer.
 
-        :param body: a JSON object; request and answer may have a little less than 64 KiB each, as they travel.
+        :param service: the name that the peer gave to ``engine.serve``.
+        :param body: a JSON object; request and answer may have a little less than 64 KiB each, as JSON.
+        :param timeout: seconds to wait for the answer.
+        :return: the answer's body, a JSON object.
         :raises InvalidArgumentError: if `body` is no such object or is too long.
         :raises HixlError: what the peer's handler raised, with its type.
         :raises RequestTimeoutError: if no answer came within `timeout` seconds; the handler may have run.
         :raises RequestLostError: if the peer went down before it answered; the handler may have run.
         :raises PeerDownError: if the peer was down before.
         """
-        self._must_be_up()
-        return await self._calls.request(service, body, positive_seconds("timeout", timeout))
+        self._session.must_be_up()
+        return await self._rpc.request(service, body, positive_seconds("timeout", timeout))
 
     def post(self, service: str, body: dict[str, Any]) -> None:
-        """Sends to the handler of `service` without an answer, in order with requests.
+        """Send a message to the handler of `service` without waiting for an answer, in order with requests.
+
+        :param service: the name that the peer gave to ``engine.serve``.
+        :param body: a JSON object of a little less than 64 KiB, as JSON.
 
         :raises InvalidArgumentError: if `body` is no JSON object or is too long.
         :raises BusyError: if too many messages wait to be sent.
-        :raises PeerDownError: if the peer is gone.
+        :raises PeerDownError: if the peer is down.
         """
-        self._must_be_up()
-        self._calls.post(service, body)
+        self._session.must_be_up()
+        self._rpc.post(service, body)
 
-    def _must_be_up(self) -> None:
-        self._host._must_be_here()
-        if self.error is not None:
-            raise self._lost_error()
-        if self.state is not PeerState.UP:
-            raise ClosedError(f"the connection to peer {self.name!r} is {self.state.value}", peer=self.name)
+    def _handler(self, service: str) -> Callable[[dict[str, Any]], Any] | None:
+        handler = self._host.handler(service)
+        return None if handler is None else partial(handler, self)
 
     def _link(self, needed: int, what: str) -> Link:
-        """The first link whose driver has a capability.
+        """Return the first link whose driver has a capability.
 
-        :raises PeerDownError: if the peer is gone.
+        :raises PeerDownError: if the peer is down.
         :raises DriverError: if no driver has it.
         """
-        self._must_be_up()
+        self._session.must_be_up()
         return self._links.first(needed, what)
 
     # -- signals and loss
 
     def add_signal_callback(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` on the loop whenever this peer may have stored a signal word into our memory."""
+        """Call `callback` on the loop whenever this peer may have stored a signal word into our memory."""
         self._signal_callbacks.append(callback)
 
     def remove_signal_callback(self, callback: Callable[[], None]) -> None:
-        """Undoes `add_signal_callback`; no error if it was not registered."""
+        """Undo `add_signal_callback`; no error if `callback` was not registered."""
         with contextlib.suppress(ValueError):
             self._signal_callbacks.remove(callback)
 
@@ -337,16 +345,16 @@ class Peer:
             self._guard(callback)
 
     def add_lost_callback(self, callback: Callable[[HixlError], None]) -> None:
-        """Calls `callback` with the reason once the peer is lost, left or closed, and again if it turns out to be dead.
+        """Call `callback` with the reason once the peer is down, and again if its process turns out to have ended.
 
-        At once (through the loop) if it is down already.
+        If the peer is down already, the loop calls it soon.
         """
         self._lost_callbacks.append(callback)
         if self.error is not None:
             self._loop.call_soon(callback, self.error)
 
     def remove_lost_callback(self, callback: Callable[[HixlError], None]) -> None:
-        """Undoes `add_lost_callback`; no error if it was not registered."""
+        """Undo `add_lost_callback`; no error if `callback` was not registered."""
         with contextlib.suppress(ValueError):
             self._lost_callbacks.remove(callback)
 
@@ -357,53 +365,54 @@ class Peer:
             self._loop.call_exception_handler({"message": f"a callback of {self!r} failed", "exception": error})
 
     async def fenced(self) -> None:
-        """Waits until this peer's process can no longer touch memory of ours; it may never come.
+        """Wait until this peer's process can no longer touch memory of ours; it may never come.
 
-        That is when it said goodbye, having drained its own work, or is down and holds none of our memory, or when its
-        death is confirmed.
+        It comes with the peer's goodbye, which follows the end of its own work; when the peer is down and holds none of our
+        memory; or when the death of its process is confirmed.
 
         :raises ClosedError: if this engine closes first.
         """
-        self._host._must_be_here()
-        await asyncio.shield(self._fence)
-
-    @property
-    def _harmless(self) -> bool:
-        return self._fence.done()
+        self._host.check()
+        await self._session.until(Mark.FENCED | Mark.GIVEN_UP)
+        if not self._session.has(Mark.FENCED):
+            raise ClosedError(f"the engine closed before peer {self.name!r} was known to be harmless")
 
     def _become_harmless(self) -> None:
-        _settle(self._fence, None)
+        self._session.mark(Mark.FENCED)
         self._exports.release()
-        self._detach_if_over()
+        self._forget_if_over()
 
     def _died(self) -> None:
-        """The pidfd became readable: the process has ended."""
+        """Handle the end of the peer's process: its pidfd is readable."""
         self._unwatch_process()
-        self._dead = True
+        self._session.mark(Mark.DEAD)
         error = PeerDownError(f"the process of peer {self.name!r} ended", peer=self.name)
         error.confirmed_dead = True
         self._links.peer_died()
         if self.state is PeerState.DOWN:
-            self.error = error
+            self._session.error = error
             self._tell_lost()
         else:
             self._lose(error)
         self._become_harmless()
 
     def _is_of(self, connection: Connection) -> bool:
-        """Whether `connection` leads to the same engine: anybody can name its incarnation, but not from its process."""
+        """Return True if `connection` leads to the same engine.
+
+        Any engine can name an incarnation, but it cannot name it from the same process.
+        """
         ours, theirs = self._connection.credentials, connection.credentials
         return self.identity.incarnation == connection.identity.incarnation and ours is not None and ours == theirs
 
     def _check_alive(self) -> bool:
-        """Whether it is up; asks the kernel instead of waiting until the loop hears of its death."""
+        """Return True if the peer is up; ask the kernel instead of waiting until the loop hears of its death."""
         if self._pidfd is not None and _has_ended(self._pidfd):
             self._died()
         return self.state is PeerState.UP
 
     def _explain(self) -> str | None:
-        """Return why links to the peer are down, if known; ask the kernel, because transfers may fail before it tells."""
-        if self._dead or (self._pidfd is not None and _has_ended(self._pidfd)):
+        """Return why links to the peer are down, if known; ask the kernel, because transfers may fail before the loop hears."""
+        if self.confirmed_dead or (self._pidfd is not None and _has_ended(self._pidfd)):
             return "its process ended"
         return None if self.error is None else str(self.error)
 
@@ -414,9 +423,9 @@ class Peer:
             self._pidfd = None
 
     def _on_connection_lost(self, error: HixlError) -> None:
-        _settle(self._cut, None)
+        self._session.mark(Mark.CUT)
         # After its goodbye the peer may close the connection before we do.
-        if not (self._farewell.done() and self._farewell.result()):
+        if not self._session.has(Mark.GOODBYE):
             self._lose(PeerDownError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name))
 
     def _link_down(self, driver: Driver, text: str) -> None:
@@ -428,25 +437,17 @@ class Peer:
             self._end(self._part(error, text))
 
     def _on_link_down(self, message: Incoming) -> None:
-        """The other side parts from us, for it lost a link; its goodbye takes as long as its work."""
+        """Handle the peer's word that a link broke at its side; its goodbye takes as long as its work."""
         text = message.text("text")[:FAILURE_LIMIT]
         self._begin_closing()
         self._end(self._part(PeerDownError(f"peer {self.name!r} lost its link to us: {text}", peer=self.name)))
 
     def _lose(self, error: HixlError) -> None:
-        """The peer is gone for us: fails everything that waits for it, and stops our work for it."""
-        _settle(self._cut, None)
+        """End the peer, because nothing more can be expected of it: fail all waits for it, and stop our work for it."""
+        self._session.mark(Mark.CUT)
         if self.state is not PeerState.DOWN:
             self._go_down(error)
             self._end(self._wind_down())
-
-    def _lost_error(self) -> HixlError:
-        # A fresh exception each time: a shared one would collect the tracebacks of everybody who raised it.
-        assert self.error is not None
-        fresh = type(self.error)(str(self.error), peer=self.name)
-        if isinstance(fresh, PeerDownError):
-            fresh.confirmed_dead = self._dead
-        return fresh
 
     def _tell_lost(self) -> None:
         for callback in tuple(self._lost_callbacks):
@@ -454,125 +455,125 @@ class Peer:
 
     # -- the end
 
-    async def aclose(self) -> None:
-        """Leaves: drains our own work, says goodbye, and waits for the peer's.  Idempotent.
+    def aclose(self) -> Closing:
+        """Leave the peer: drain our own work, say goodbye, and wait for the peer's goodbye.  Idempotent.
 
-        Within the engine's ``close_timeout``, and a moment to tear down.
+        It begins with the call; the wait takes the engine's ``close_timeout`` at most, and a moment to tear down.
+
+        :return: an awaitable; cancelling it only ends the wait.
         """
-        self._host._must_be_here()
-        await asyncio.shield(self._close())
+        return Closing(self, self._close)
 
     def _close(self) -> asyncio.Task[None]:
+        self._host.check()
         if self.state is PeerState.UP:
             self._begin_closing()
         return self._end(self._leave())
 
     def _end(self, how: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Ends the peer this way, unless it is ending already."""
+        """End the peer in this way, unless it is ending already."""
         if self._ending is None:
-            self._ending = self._host._spawn(how)
+            self._ending = self._host.spawn(how)
         else:
             how.close()
         return self._ending
 
     def _begin_closing(self) -> None:
-        self.state = PeerState.CLOSING
+        self._session.change(PeerState.CLOSING)
         self._links.refuse()
 
     async def _leave(self) -> None:
-        """We leave."""
+        """End the connection because we leave."""
         error = ClosedError(f"the connection to {self.name!r} was closed here", peer=self.name)
         if self.state is PeerState.CLOSING:
-            until = self._loop.time() + self._close_timeout
+            close_timeout = self._host.config.close_timeout
+            until = self._loop.time() + close_timeout
             await self._links.drain(until)
             await self._say_goodbye()
-            await asyncio.wait([self._farewell], timeout=max(0, until - self._loop.time()))
-            if not self._farewell.done():
-                logger.warning("peer %r did not say goodbye within %g s", self.name, self._close_timeout)
+            await self._session.until(Mark.GOODBYE | Mark.DOWN, max(0, until - self._loop.time()))
+            if not self._session.has(Mark.GOODBYE | Mark.DOWN):
+                logger.warning("peer %r did not say goodbye within %g s", self.name, close_timeout)
         self._go_down(error)
         await self._wind_down()
 
     async def _part(self, error: PeerDownError, broken: str | None = None) -> None:
-        """The peer leaves, or its link broke.
+        """End the connection because the peer leaves, or a link broke.
 
-        :param broken: why a link of ours did, which the other side may not have seen.  A peer that leaves stops its links
+        :param broken: why a link of ours broke, which the other side may not have seen.  A peer that leaves stops its links
             first, so that the news of it may come before its goodbye or its death.
         """
+        session = self._session
         if broken is not None:
-            await asyncio.wait([self._farewell], timeout=GOODBYE_GRACE)
-        if self._farewell.done() and self._farewell.result():
+            await session.until(Mark.GOODBYE | Mark.DOWN, GOODBYE_GRACE)
+        if session.has(Mark.GOODBYE):
             error = PeerDownError(f"peer {self.name!r} left", peer=self.name)
         elif broken is not None:
-            self._tell("link.down", {"text": broken[:FAILURE_LIMIT]})
-        # First, for our side of the links may take its time to stop, and nobody should wait for that.
+            session.tell("link.down", {"text": broken[:FAILURE_LIMIT]})
+        # First, because our side of the links may take its time to stop, and no caller should wait for that.
         self._go_down(error)
         await self._links.stop()
         with contextlib.suppress(PeerDownError):
-            self._send("goodbye", {})
-        if not self._harmless:  # a broken link alone does not keep it from saying goodbye
-            await asyncio.wait([self._fence, self._cut], timeout=self._close_timeout, return_when=FIRST_COMPLETED)
+            session.send("goodbye", {})
+        # A broken link alone does not keep the peer from saying goodbye.
+        await session.until(Mark.FENCED | Mark.CUT, self._host.config.close_timeout)
         await self._wind_down()
 
     async def _say_goodbye(self) -> None:
-        """Stops our links and tells the peer that nothing of ours will touch its memory again."""
+        """Stop our links, and tell the peer that nothing of ours will touch its memory again."""
         await self._links.stop()
-        self._tell("goodbye", {})
+        self._session.tell("goodbye", {})
 
     def _on_goodbye(self, message: Incoming) -> None:
-        """The peer has drained its work and leaves."""
-        _settle(self._farewell, True)
+        """Handle the peer's goodbye: it has drained its work and leaves."""
+        if not self._session.has(Mark.DOWN):
+            self._session.mark(Mark.GOODBYE)
         if self.state is PeerState.UP:
             self._begin_closing()
             self._end(self._part(PeerDownError(f"peer {self.name!r} left", peer=self.name)))
         self._become_harmless()
 
     def _holds_nothing(self) -> None:
-        """It let go of the last region of ours."""
+        """The peer let go of the last region of ours."""
         if self.state is PeerState.DOWN:
             self._become_harmless()
 
     def _go_down(self, error: HixlError) -> None:
-        """The one way into DOWN."""
+        """Enter DOWN; the only place that does."""
         if self.state is PeerState.DOWN:
             return
-        self.state, self.error = PeerState.DOWN, error
+        self._session.change(PeerState.DOWN, error)
         if not self._links.ready.done():
             self._links.ready.set_exception(error)
-            self._links.ready.exception()  # retrieved: perhaps nobody waits for it any more
-        _settle(self._farewell, False)
+            self._links.ready.exception()  # retrieved, because perhaps no task waits for it any more
         self._imports.lose()
-        self._calls.lose(self._lost_error)
+        self._rpc.lose(self._session.down_error)
         if not self._exports:
             self._become_harmless()
         self._tell_lost()
 
     async def _wind_down(self) -> None:
-        """Gives back links and connection when nothing of ours works for them any more."""
+        """Give back links and connection when nothing of ours works for them any more."""
         await self._links.stop()
         self._links.free()
         await self._connection.aclose()
-        self._over = True
-        self._detach_if_over()
+        self._session.mark(Mark.WOUND_DOWN)
+        self._forget_if_over()
 
-    def _detach_if_over(self) -> None:
-        if self._over and self._harmless:
+    def _forget_if_over(self) -> None:
+        if self._session.has(Mark.WOUND_DOWN) and self._session.has(Mark.FENCED):
             self._unwatch_process()
-            self._host._detach(self)
+            self._forget(self)
 
     def _give_up(self) -> list[Region]:
-        """The engine ends, and this peer may still hold memory of ours: see `Exports.give_up`."""
+        """End the wait for a peer that may still hold memory of ours, because the engine ends: see `Exports.give_up`."""
         self._unwatch_process()
-        if not self._fence.done():
-            self._fence.set_exception(
-                ClosedError(f"the engine closed before peer {self.name!r} was known to be harmless")
-            )
-            self._fence.exception()
+        self._session.mark(Mark.GIVEN_UP)
         leaked = self._exports.give_up()
-        self._host._detach(self)
+        self._forget(self)
         return leaked
 
     def _abandon(self) -> None:
-        """In a child of fork(): closes the child's copies of descriptors, nothing more."""
+        """Close the copies of descriptors in a child of fork(), nothing more."""
         self._connection.abandon()
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -584,8 +585,3 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _settle(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)

@@ -1,4 +1,4 @@
-"""The peers of an engine: dialled or admitted, at best one connection to each, known until nothing of them is left."""
+"""The peers of an engine: dialled or admitted, one connection to each where possible, known until nothing of them is left."""
 
 from __future__ import annotations
 
@@ -7,38 +7,35 @@ import itertools
 import logging
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ..control import Connection, dial
 from ..errors import ClosedError, ConnectError, HandshakeError, HixlError, PeerDownError, ProtocolError
 from ..types import Address, PeerState
+from .host import Host
 from .peer import Peer
 from .region import Region
 from .subscription_queue import Feed, Queue
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 __all__ = ["Peers"]
 
 logger = logging.getLogger("hixl_async")
 
-#: Accepted peers that wait in one feed; more of them than a machine has descriptors for.
+#: The most accepted peers that wait in one queue; more than a machine has descriptors for.
 ACCEPTED_LIMIT = 1 << 16
 
 
 class Peers:
     """All peers of an engine: those that are up, those that are coming up, and those that may still hold memory of ours.
 
-    What a peer says about itself does not make it somebody: `connect` finds it again by the address that we dialled, or
-    because the process at the other end is the same.
+    Self-reported identity is never trusted: `connect` finds a peer again by the address that we dialled, or because the process
+    at the other end is the same.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._peers: dict[int, Peer] = {}
         self._cookies = itertools.count(1)
-        # One dial at a time to each address; a lock lives as long as somebody holds it or waits for it.
+        # One dial at a time to each address; a lock lives as long as a task holds it or waits for it.
         self._locks: weakref.WeakValueDictionary[Address, asyncio.Lock] = weakref.WeakValueDictionary()
         self._dialling: set[asyncio.Task[Connection]] = set()
         self._acceptors: list[Queue[Peer]] = []
@@ -54,28 +51,26 @@ class Peers:
 
     @property
     def up(self) -> tuple[Peer, ...]:
-        """Those that are up."""
+        """The peers that are up."""
         return tuple(peer for peer in self._peers.values() if peer.state is PeerState.UP)
 
     def others(self, peer: Peer) -> list[Peer]:
-        """Other connections with the same engine."""
+        """Return the other connections to the same engine."""
         return [other for other in self if other is not peer and other._is_of(peer._connection)]
 
-    def attach(self, peer: Peer) -> int:
-        """A new peer; answers the number by which drivers know it."""
+    def _new(self, connection: Connection) -> Peer:
         cookie = next(self._cookies)
-        self._peers[cookie] = peer
-        return cookie
+        peer = self._peers[cookie] = Peer(self._host, connection, cookie, self.others, self._forget)
+        return peer
 
-    def detach(self, peer: Peer) -> None:
-        """Nothing of it is left."""
+    def _forget(self, peer: Peer) -> None:
         self._peers.pop(peer._cookie, None)
 
     # -- dialling
 
     async def connect(self, where: Address, seconds: float) -> Peer:
         """See `Engine.connect`."""
-        until = self._engine.loop.time() + seconds
+        until = self._host.core.loop.time() + seconds
         lock = self._locks.setdefault(where, asyncio.Lock())
         try:
             async with asyncio.timeout_at(until):
@@ -106,16 +101,16 @@ class Peers:
             raise HandshakeError(f"{where}: {error}", peer=peer.name) from error
 
     async def _dial(self, where: Address, until: float) -> Connection:
-        engine = self._engine
-        engine._must_be_open()
-        # A task of the engine's own, so that `aclose` can end it.
-        dialling: asyncio.Task[Connection] = engine._spawn(
+        host = self._host
+        host.check_open()
+        # A task that belongs to the engine, so that its end can cancel it.
+        dialling: asyncio.Task[Connection] = host.spawn(
             dial(
                 where,
-                engine._identity(),
-                secret=engine.config.secret,
-                unix_dir=engine.config.unix_dir,
-                timeout=max(0, round(until - engine.loop.time(), 2)),  # it is shown to people
+                host.identity(),
+                secret=host.config.secret,
+                unix_dir=host.config.unix_dir,
+                timeout=max(0, round(until - host.core.loop.time(), 2)),  # it is shown to people
             )
         )
         self._dialling.add(dialling)
@@ -126,18 +121,15 @@ class Peers:
             dialling.cancel()
             dialling.add_done_callback(_drop)
             raise
-        if dialling.cancelled() or engine.closed:
+        if dialling.cancelled() or host.core.closed:
             _drop(dialling)
             raise ClosedError("the engine was closed while it connected")
         return dialling.result()
 
-    def _new(self, connection: Connection) -> Peer:
-        return Peer(self._engine, connection, self._engine.config.close_timeout)
-
     async def _bring_up(self, peer: Peer, until: float) -> Peer:
         try:
             async with asyncio.timeout_at(until):
-                await peer._establish((until - self._engine.loop.time()) / 2)
+                await peer._establish((until - self._host.core.loop.time()) / 2)
         except HixlError as error:
             peer._lose(error)
             raise
@@ -153,18 +145,18 @@ class Peers:
     # -- admitting
 
     def accept(self, connection: Connection) -> None:
-        """Somebody has dialled, and proved itself."""
-        if self._engine.closed:
+        """Admit a dialler that has proved itself."""
+        if self._host.core.closed:
             connection.abandon()
         else:
-            self._engine._spawn(self._admit(self._new(connection)))
+            self._host.spawn(self._admit(self._new(connection)))
 
     async def _admit(self, peer: Peer) -> None:
-        engine = self._engine
+        host = self._host
         try:
-            await self._bring_up(peer, engine.loop.time() + engine.config.connect_timeout)
+            await self._bring_up(peer, host.core.loop.time() + host.config.connect_timeout)
         except HixlError as error:
-            logger.info("%r: peer %r was not admitted: %s", engine, peer.name, error)
+            logger.info("%r: peer %r was not admitted: %s", host.core, peer.name, error)
         else:
             for queue in self._acceptors:
                 queue.put(peer)
@@ -173,18 +165,18 @@ class Peers:
         """See `Engine.accepted`."""
         queue: Queue[Peer] = Queue(ACCEPTED_LIMIT, 0)
         self._acceptors.append(queue)
-        return Feed(self._engine, queue, self._acceptors.remove)
+        return Feed(self._host.core, queue, self._acceptors.remove)
 
     # -- the end
 
     def close(self) -> list[asyncio.Task[None]]:
-        """Ends the dials and begins to leave all peers; answers what to wait for."""
+        """End the dials, begin to leave all peers, and return what to wait for."""
         for dialling in self._dialling:
             dialling.cancel()
         return [peer._close() for peer in self]
 
     def give_up(self) -> Iterator[tuple[Peer, Region]]:
-        """Lets go of those that are still there, and answers what is leaked; see `Peer._give_up`."""
+        """Let go of the peers that are still there, and yield what is leaked; see `Peer._give_up`."""
         for queue in self._acceptors:
             queue.close()
         self._acceptors.clear()
@@ -193,12 +185,12 @@ class Peers:
                 yield peer, region
 
     def abandon(self) -> None:
-        """In a child of fork(): closes the child's copies of descriptors, nothing more."""
+        """Close the copies of descriptors in a child of fork(), nothing more."""
         for peer in self:
             peer._abandon()
 
 
 def _drop(dialling: asyncio.Task[Connection]) -> None:
-    """Nobody takes the connection any more."""
+    """Give up the connection of a dial that no caller waits for."""
     if not dialling.cancelled() and dialling.exception() is None:
         dialling.result().abandon()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ..core.memory import LocalMemory, RemoteMemory
 from ..errors import BufferTypeError, ClosedError, DriverError, InvalidArgumentError
 from ..types import Access, AccessLike
+from .closing import Closing
 
 if TYPE_CHECKING:
     import numpy
@@ -35,9 +36,11 @@ def parse_access(value: AccessLike) -> Access:
 class RegionOwner(Protocol):
     """What a region needs of its engine."""
 
-    def _revoke(self, region: Region) -> None: ...
+    def revoke(self, region: Region) -> None:
+        """Refuse new work with the region, and free its name."""
 
-    async def _withdraw(self, region: Region) -> None: ...
+    def withdraw(self, region: Region) -> Closing:
+        """Revoke the region, and wait a while for its users."""
 
 
 class Region(LocalMemory):
@@ -60,7 +63,7 @@ class Region(LocalMemory):
 
     def __init__(
         self,
-        engine: RegionOwner,
+        owner: RegionOwner,
         name: str,
         access: Access,
         grant: Callable[[Any], AccessLike] | None = None,
@@ -71,7 +74,7 @@ class Region(LocalMemory):
         self.access = access
         self.borrowed = borrowed
         self.registrations = {}
-        self._engine = engine
+        self._owner = owner
         self._grant = grant
 
     def __repr__(self) -> str:
@@ -84,7 +87,7 @@ class Region(LocalMemory):
         try:
             return self.access & parse_access(self._grant(peer))
         except Exception as error:
-            peer._loop.call_exception_handler(
+            asyncio.get_running_loop().call_exception_handler(
                 {"message": f"grant= of {self!r} failed; {peer!r} is given nothing", "exception": error}
             )
             return Access.NONE
@@ -125,22 +128,24 @@ class Region(LocalMemory):
         return tensor if shape is None else tensor.reshape(shape)
 
     def revoke(self) -> None:
-        """Withdraws the region without waiting for anybody: no new work may use it, and its name is free.  Idempotent.
+        """Withdraw the region without waiting: no new work may use it, and its name is free.  Idempotent.
 
         The memory stays pinned while work in flight or a peer still uses it; `aclose` waits for them a while, `released()`
         for as long as it takes.
         """
-        self._engine._revoke(self)
+        self._owner.revoke(self)
 
-    async def aclose(self) -> None:
-        """Withdraws the region: no new work at once, then waits for ours and for the peers that use it.  Idempotent.
+    def aclose(self) -> Closing:
+        """Withdraw the region: refuse new work at once, then wait for ours and for the peers that use it.  Idempotent.
 
-        What is not over within the engine's ``close_timeout`` keeps the memory pinned, a silent peer until its death is
-        confirmed; the call returns all the same, and ``await region.released()`` tells when a registered buffer may be
-        used for other things.  A transport that cannot forget memory while it has links keeps it pinned
-        beyond that, although nobody can use it any more; ``engine.stats().regions`` counts it until then.
+        Work that is not over within the engine's ``close_timeout`` keeps the memory pinned, a silent peer until its death is
+        confirmed.  The wait ends all the same, and ``await region.released()`` tells when a registered buffer may be used for
+        other things.  A transport that cannot forget memory while it has links keeps it pinned beyond that, although it can no
+        longer be used; ``engine.stats().regions`` counts it until then.
+
+        :return: an awaitable; the region is withdrawn by the call, whether it is awaited or not.
         """
-        await self._engine._withdraw(self)
+        return self._owner.withdraw(self)
 
     async def __aenter__(self) -> Region:
         return self

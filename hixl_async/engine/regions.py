@@ -1,24 +1,25 @@
-"""Regions across one connection: those of ours that the peer uses, and those of its that we use.
+"""Regions across one connection: ours that the peer uses, and the peer's that we use.
 
 ::
 
     owner                                              user
-      │  region.up    you may use this, so far           │
+      │  region.up    an offer, with its access           │
       ├─────────────────────────────────────────────────▶│
-      │                          region.get  how?        │
+      │                          region.get  the request │
       │◀─────────────────────────────────────────────────┤
-      │  region.card  so: a driver's card                │   from here on the owner's memory stays pinned
+      │  region.card  the answer: a driver's card        │   from here on the owner's memory stays pinned
       ├─────────────────────────────────────────────────▶│
-      │  region.down  no more                            │
+      │  region.down  the offer is taken back            │
       ├─────────────────────────────────────────────────▶│
-      │                 region.gone  nothing of mine     │   the user's flights have drained
+      │                 region.gone  no transfer of mine │   the user's transfers have drained
       │◀────────────────  touches it any more ───────────┤   here the pin ends
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from ..core.link import Link
 from ..errors import (
@@ -33,34 +34,53 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..types import Access, PeerState
+from .links import Links
 from .messages import Incoming, binary_text
 from .region import MAX_NAME, Region, RemoteRegion
-
-if TYPE_CHECKING:
-    from .peer import Peer
+from .rpc import Rpc
+from .session import Session
+from .waiters import Waiters
 
 __all__ = ["MAX_OFFERS", "Exports", "Imports"]
 
-#: Regions that one peer may offer us.
+#: The most regions that one peer may offer us.
 MAX_OFFERS = 4096
-#: Regions that are imported at the same time: their cards carry descriptors, of which a connection queues few.
+#: The most regions that are imported at the same time: their cards carry descriptors, of which a connection queues few.
 MOST_AT_ONCE = 16
 
-# Regions whose memory a peer may still write although its engine is gone; never given back (C7).
+# Regions whose memory a peer may still write although our engine has ended; never given back (C7).
 _leaked: list[Region] = []
 
 
 class _Export(NamedTuple):
     region: Region
-    #: All that the peer was ever given of it.
+    #: The union of all access that the peer was ever given.
     access: Access
 
 
 class Exports:
-    """Regions of ours that the peer has been given, each pinned until the peer can touch it no more."""
+    """Regions of ours that the peer has been given, each pinned until the peer can no longer touch it.
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    :param find: returns the region with a number, or None.
+    :param access: returns what the peer is given of a region.
+    :param idle: called when the peer has let go of the last region.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        links: Links,
+        rpc: Rpc,
+        find: Callable[[int], Region | None],
+        access: Callable[[Region], Access],
+        idle: Callable[[], None],
+    ) -> None:
+        self._session = session
+        self._links = links
+        self._rpc = rpc
+        self._find = find
+        self._access = access
+        self._idle = idle
         self._given: dict[int, _Export] = {}
         self._waiting: dict[int, asyncio.Task[None]] = {}  # for regions that a transport has not registered yet
 
@@ -71,51 +91,51 @@ class Exports:
         return region.number in self._given
 
     def offer(self, region: Region) -> None:
-        """Tells the peer of a region that it may use."""
-        access = region.access_for(self._peer)
-        if access and region.alive:  # a grant= may even close it
+        """Tell the peer of a region that it may use."""
+        access = self._access(region)
+        if access and region.alive:  # a grant= function may even close it
             body = {"id": region.number, "name": region.name, "size": region.size, "access": int(access)}
-            self._peer._tell("region.up", body)
+            self._session.tell("region.up", body)
 
     def withdraw(self, region: Region) -> None:
-        """Takes an offer back."""
-        self._peer._tell("region.down", {"id": region.number, "name": region.name})
+        """Take an offer back."""
+        self._session.tell("region.down", {"id": region.number, "name": region.name})
 
     def on_get(self, message: Incoming) -> None:
-        """The peer wants to use a region."""
+        """Answer the peer's request for a region."""
         call, number = message.number("call"), message.number("id")
         if number in self._waiting:
-            self._peer._calls.fail(call, BusyError("this region is being fetched already"))
+            self._rpc.fail(call, BusyError("this region is being fetched already"))
         else:
             self._give(call, number)
 
     def _give(self, call: int, number: int) -> None:
-        region = self._peer._host._region(number)
+        region = self._find(number)
         try:
             if region is None or not region.alive:
                 raise StaleRegionError("the region was closed by its owner")
-            access = region.access_for(self._peer)
+            access = self._access(region)
             if not access:
                 raise AccessError("the region is not granted to this engine")
             link = self._route(region)
             if not isinstance(link, Link):
-                self._waiting[number] = self._peer._host._spawn(self._give_later(call, number, link))
+                self._waiting[number] = self._session.spawn(self._give_later(call, number, link))
                 return
             card, fds = region.export(link.driver, int(access))
         except HixlError as error:
-            self._peer._calls.fail(call, error)
+            self._rpc.fail(call, error)
             return
         before = self._given.get(number)
         if before is None:
             region.pin()
         self._given[number] = _Export(region, access | (before.access if before else Access.NONE))
         body = {"call": call, "driver": link.driver.name, "card": binary_text(card), "size": region.size}
-        self._peer._tell("region.card", {**body, "access": int(access)}, fds)
+        self._session.tell("region.card", {**body, "access": int(access)}, fds)
 
     def _route(self, region: Region) -> Link | asyncio.Future[DriverError | None]:
-        """The first link that a region can be lent over, or the registration on which that depends."""
+        """Return the first link that can carry the region, or the registration on which that depends."""
         failure = None
-        for link in self._peer._links:
+        for link in self._links:
             if not region.known_to(link.driver):
                 continue
             registration = region.registrations.get(link.driver.name)
@@ -128,36 +148,36 @@ class Exports:
                 return link
         if failure is not None:
             raise DriverError(str(failure))
-        names = ", ".join(self._peer._links.names)
+        names = ", ".join(self._links.names)
         raise NoRouteError(f"none of the linked drivers ({names}) knows this region")
 
     async def _give_later(self, call: int, number: int, registration: asyncio.Future[DriverError | None]) -> None:
         await asyncio.wait([registration])
         del self._waiting[number]
-        if self._peer.state is PeerState.UP:
+        if self._session.state is PeerState.UP:
             self._give(call, number)
 
     def on_gone(self, message: Incoming) -> None:
-        """Nothing of the peer's touches a region any more."""
+        """Note that the peer no longer touches a region."""
         number = message.number("id")
         if waiting := self._waiting.pop(number, None):
-            waiting.cancel()  # it has given up
+            waiting.cancel()  # the peer has given up
         export = self._given.pop(number, None)
         if export is not None:
             export.region.unpin()
             if not self._given:
-                self._peer._holds_nothing()
+                self._idle()
 
     def release(self) -> None:
-        """The peer can touch none of them any more."""
+        """Unpin all regions, because the peer can no longer touch them."""
         given, self._given = self._given, {}
         for export in given.values():
             export.region.unpin()
 
     def give_up(self) -> list[Region]:
-        """The engine ends, and the peer may still write: gives back what is ours alone.
+        """Unpin what is ours alone, because the engine ends although the peer may still write.
 
-        :return: what is leaked: memory that somebody else lent us, and might use for other things once we let go of it.
+        :return: the regions that are leaked: registered memory, which its owner might use for other things once it is unpinned.
         """
         endangered = [
             export.region for export in self._given.values() if export.region.borrowed and export.access & Access.WRITE
@@ -177,22 +197,24 @@ class _Offer(NamedTuple):
 class Imports:
     """Regions that the peer offers, and those of them that we use."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self._loop = peer._host.loop
+    def __init__(self, session: Session, links: Links, rpc: Rpc) -> None:
+        self._session = session
+        self._links = links
+        self._rpc = rpc
+        self._loop = session.loop
         self._offers: dict[str, _Offer] = {}
-        self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # for offers of a name
+        self._waiters = Waiters(session.loop)  # for offers, by name
         self._tasks: dict[str, asyncio.Task[RemoteRegion]] = {}
         self._used: dict[int, RemoteRegion] = {}
         self._turns = asyncio.Semaphore(MOST_AT_ONCE)
 
     @property
     def offered(self) -> dict[str, Access]:
-        """Names of the regions that the peer grants us, with the access of each."""
+        """The regions that the peer grants us: the access of each by name."""
         return {name: offer.access for name, offer in self._offers.items()}
 
     def imported(self, name: str) -> RemoteRegion:
-        """The region that was imported under a name.
+        """Return the region that was imported under a name.
 
         :raises InvalidArgumentError: if there is none.
         """
@@ -206,23 +228,23 @@ class Imports:
         try:
             async with asyncio.timeout(timeout):
                 while name not in self._offers:
-                    self._peer._must_be_up()
-                    await self._offer_of(name)
-                self._peer._must_be_up()
+                    self._session.must_be_up()
+                    await self._waiters.wait(name)
+                self._session.must_be_up()
                 task = self._tasks.get(name)
                 if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-                    task = self._tasks[name] = self._peer._host._spawn(
-                        # The number is that of the offer seen now: before the task begins another may take its place.
+                    task = self._tasks[name] = self._session.spawn(
+                        # The number of the offer that is seen now, because another may take its place before the task begins.
                         self._import(name, self._offers[name].number)
                     )
-                    # All who wait for it may be cancelled before it fails; then nobody else would look at its error.
+                    # All callers may be cancelled before it fails; then no one would retrieve its error.
                     task.add_done_callback(lambda done: done.cancelled() or done.exception())
-                # Several callers may wait for one import; none of them may cancel it for the others.
+                # Several callers may wait for one import; none may cancel it for the others.
                 return await asyncio.shield(task)
         except TimeoutError as error:
             if isinstance(error, HixlError):
                 raise
-            who = f"peer {self._peer.name!r}"
+            who = f"peer {self._session.name!r}"
             if name in self._offers:
                 text = f"{who} exports region {name!r}, but it could not be imported within {timeout:g} s"
             else:
@@ -231,49 +253,37 @@ class Imports:
                     f"{who} did not export region {name!r} within {timeout:g} s; it exports: {known} "
                     "(a region with access 'none' is not exported, nor one that its grant= keeps from this engine)"
                 )
-            raise WaitTimeoutError(text, peer=self._peer.name) from None
-
-    async def _offer_of(self, name: str) -> None:
-        """Waits for an offer of that name, or the end of the peer."""
-        waiter = self._loop.create_future()
-        waiters = self._waiters.setdefault(name, set())
-        waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            waiters.discard(waiter)
-            if not waiters and self._waiters.get(name) is waiters:
-                del self._waiters[name]
+            raise WaitTimeoutError(text, peer=self._session.name) from None
 
     async def _import(self, name: str, number: int) -> RemoteRegion:
         try:
             async with self._turns:
                 return await self._fetch(name, number)
         except BaseException:
-            # Whatever went wrong, the owner may have pinned it for us.
-            self._peer._tell("region.gone", {"id": number})
+            # The owner may have pinned it for us, whatever went wrong.
+            self._session.tell("region.gone", {"id": number})
             raise
 
     async def _fetch(self, name: str, number: int) -> RemoteRegion:
-        peer = self._peer
-        answer = await peer._calls.ask("region.get", {"id": number}, answer="region.card")
+        session = self._session
+        answer = await self._rpc.ask("region.get", {"id": number}, answer="region.card")
         try:
             size, access, card = answer.number("size"), answer.number("access"), answer.card()
-            link = peer._links.get(answer.text("driver"))
+            link = self._links.get(answer.text("driver"))
             if link is None or size == 0 or not 0 < access <= Access.READ_WRITE:
-                raise ProtocolError(f"peer {peer.name!r} answered region {name!r} with nonsense", peer=peer.name)
-            peer._must_be_up()
+                raise ProtocolError(f"peer {session.name!r} answered region {name!r} with nonsense", peer=session.name)
+            session.must_be_up()
             fds = answer.take()
         finally:
             answer.drop()
         remote = RemoteRegion(name, Access(access))
         try:
             await remote.map(link, card, fds, size, access)
-            peer._must_be_up()
+            session.must_be_up()
             offer = self._offers.get(name)
             if offer is None or offer.number != number:
                 raise StaleRegionError(
-                    f"region {name!r} of {peer.name!r} was closed while it was imported", peer=peer.name
+                    f"region {name!r} of {session.name!r} was closed while it was imported", peer=session.name
                 )
         except BaseException:
             remote.retire()
@@ -282,17 +292,22 @@ class Imports:
         return remote
 
     def on_up(self, message: Incoming) -> None:
-        """The peer offers a region."""
+        """Note an offer of the peer's."""
         name, number, access = message.text("name"), message.number("id"), message.number("access")
         if not 0 < len(name.encode()) <= MAX_NAME or not 0 < access <= Access.READ_WRITE:
-            raise ProtocolError(f"peer {self._peer.name!r} offers a region that cannot be", peer=self._peer.name)
+            raise ProtocolError(
+                f"peer {self._session.name!r} offers an impossible region",
+                peer=self._session.name,
+            )
         if name not in self._offers and len(self._offers) >= MAX_OFFERS:
-            raise ProtocolError(f"peer {self._peer.name!r} offers more than {MAX_OFFERS} regions", peer=self._peer.name)
+            raise ProtocolError(
+                f"peer {self._session.name!r} offers more than {MAX_OFFERS} regions", peer=self._session.name
+            )
         self._offers[name] = _Offer(number, Access(access))
-        self._wake(name)
+        self._waiters.wake(name)
 
     def on_down(self, message: Incoming) -> None:
-        """The peer takes an offer back; it wants to know when nothing of ours touches the region any more."""
+        """Forget an offer, and tell the peer when no transfer of ours touches the region any more."""
         name, number = message.text("name"), message.number("id")
         offer = self._offers.get(name)
         if offer is not None and offer.number == number:
@@ -301,17 +316,11 @@ class Imports:
         remote = self._used.pop(number, None)
         if remote is not None:
             remote.retire()
-            remote.released().add_done_callback(lambda _: self._peer._tell("region.gone", {"id": number}))
-
-    def _wake(self, name: str) -> None:
-        for waiter in self._waiters.pop(name, ()):
-            if not waiter.done():
-                waiter.set_result(None)
+            remote.released().add_done_callback(lambda _: self._session.tell("region.gone", {"id": number}))
 
     def lose(self) -> None:
-        """The peer is gone: nothing of it can be used any more."""
-        for name in list(self._waiters):
-            self._wake(name)
+        """End all waits and retire all imported regions, because the peer is down."""
+        self._waiters.wake_all()
         for remote in self._used.values():
             remote.retire()
         self._used.clear()

@@ -1,9 +1,9 @@
-"""Requests between two engines: ours that wait for their answer, and theirs that our handlers work on.
+"""Requests between two engines: ours that wait for their answer, and the peer's that our handlers work on.
 
 ::
 
-    call     asks the handler of a service         post     the same without an answer
-    answer   what it said                          failure  why there is none
+    call     a request to the handler of a service    post     the same without an answer
+    answer   the handler's answer                     failure  the reason why there is none
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import errors
 from ..errors import (
@@ -28,19 +28,15 @@ from ..errors import (
     TransferError,
 )
 from .messages import Incoming
+from .session import Session
 
-if TYPE_CHECKING:
-    from .peer import Peer
-
-__all__ = ["MAX_HANDLERS", "Calls", "Handler"]
+__all__ = ["MAX_HANDLERS", "Rpc"]
 
 logger = logging.getLogger("hixl_async")
 
-#: What `serve` takes: gets the peer and the request's body, gives the answer's body.
-Handler = Callable[["Peer", dict[str, Any]], "dict[str, Any] | Awaitable[dict[str, Any] | None] | None"]
-
-#: Requests of one peer that may be in our handlers at the same time; so many of ours wait for answers, the others for their
-#: turn.  Answers cannot wait for room as requests do, and all that may come together fit into the connection's queue.
+#: The most requests of one peer in our handlers at the same time, and of ours that wait for answers; further ones wait for
+#: their turn.  Answers cannot wait for room as requests do, so all that may come together must fit into the connection's
+#: queue.
 MAX_HANDLERS = 256
 
 
@@ -53,12 +49,16 @@ class _Waiting(NamedTuple):
     reply: asyncio.Future[Incoming]
 
 
-class Calls:
-    """The requests of one connection, in both directions."""
+class Rpc:
+    """The requests of one connection, in both directions.
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self._loop = peer._host.loop
+    :param handler: returns the handler of a service, a function of the request's body, or None.
+    """
+
+    def __init__(self, session: Session, handler: Callable[[str], Callable[[dict[str, Any]], Any] | None]) -> None:
+        self._session = session
+        self._handler = handler
+        self._loop = session.loop
         self._waiting: dict[int, _Waiting] = {}
         self._next = 1
         self._handlers: set[asyncio.Task[None]] = set()
@@ -76,30 +76,30 @@ class Calls:
             if isinstance(error, HixlError):
                 raise
             raise RequestTimeoutError(
-                f"peer {self._peer.name!r} did not answer {service!r} within {timeout:g} s", peer=self._peer.name
+                f"peer {self._session.name!r} did not answer {service!r} within {timeout:g} s", peer=self._session.name
             ) from None
         return reply.object("body")
 
     def post(self, service: str, body: dict[str, Any]) -> None:
         """See `Peer.post`."""
         _check(service, body)
-        if self._peer._connection.crowded:
+        if self._session.connection.crowded:
             raise BusyError(
-                f"too many messages wait to be sent to {self._peer.name!r}; await a request now and then",
-                peer=self._peer.name,
+                f"too many messages wait to be sent to {self._session.name!r}; await a request now and then",
+                peer=self._session.name,
             )
         self._send_ours("post", {"service": service, "body": body})
 
     async def ask(self, kind: str, body: dict[str, Any], *, answer: str) -> Incoming:
-        """Sends a message with a number and waits for the one of kind `answer` with the same number.
+        """Send a message with a number, and wait for the message of kind `answer` with the same number.
 
         :return: the answer; its descriptors are the caller's.
-        :raises HixlError: what the peer says went wrong there.
-        :raises PeerDownError: if the peer went away.
+        :raises HixlError: if the peer answers with a failure.
+        :raises PeerDownError: if the peer is down, or goes down before it answers.
         :raises InvalidArgumentError: if `body` cannot be sent.
         """
-        await self._peer._connection.room()
-        self._peer._must_be_up()
+        await self._session.connection.room()
+        self._session.must_be_up()
         number, self._next = self._next, self._next + 1
         waiting = self._waiting[number] = _Waiting(answer, self._loop.create_future())
         try:
@@ -107,37 +107,37 @@ class Calls:
             return await waiting.reply
         except BaseException:
             if waiting.reply.done() and not waiting.reply.cancelled() and waiting.reply.exception() is None:
-                waiting.reply.result().drop()  # it came, but nobody takes it any more
+                waiting.reply.result().drop()  # it came, but no one takes it any more
             raise
         finally:
             del self._waiting[number]
 
     def _send_ours(self, kind: str, body: dict[str, Any]) -> None:
         try:
-            self._peer._send(kind, body)
+            self._session.send(kind, body)
         except ProtocolError as error:
             raise InvalidArgumentError(f"the request cannot be sent: {error}") from None
 
     def on_answer(self, message: Incoming) -> None:
-        """An answer came."""
+        """Hand an answer to its caller."""
         waiting = self._waiting.get(message.number("call"))
         if waiting is None or waiting.reply.done():
             return  # too late
         if waiting.kind != message.kind:
             raise ProtocolError(
-                f"peer {self._peer.name!r} answered with a {message.kind!r} where a {waiting.kind!r} was asked for"
+                f"peer {self._session.name!r} answered with a {message.kind!r} where a {waiting.kind!r} was asked for"
             )
         waiting.reply.set_result(message.kept())
 
     def on_failure(self, message: Incoming) -> None:
-        """A failure came instead."""
+        """Hand a failure to the caller who waits for an answer."""
         waiting = self._waiting.get(message.number("call"))
         if waiting is not None and not waiting.reply.done():
             kind = _error_class(message.text("error"), waiting)
-            waiting.reply.set_exception(kind(message.text("message"), peer=self._peer.name))
+            waiting.reply.set_exception(kind(message.text("message"), peer=self._session.name))
 
     def lose(self, error: Callable[[], HixlError]) -> None:
-        """Nothing will be answered any more, here or there."""
+        """Fail all that wait for an answer, and cancel all handlers, because the peer is down."""
         for waiting in self._waiting.values():
             if not waiting.reply.done():
                 waiting.reply.set_exception(_lost(error(), waiting))
@@ -147,21 +147,21 @@ class Calls:
     # -- theirs
 
     def on_call(self, message: Incoming) -> None:
-        """The peer calls a service."""
+        """Handle a request of the peer's."""
         self._serve(message.number("call"), message)
 
     def on_post(self, message: Incoming) -> None:
-        """The same; it wants no answer."""
+        """Handle a message that wants no answer."""
         self._serve(None, message)
 
     def _serve(self, call: int | None, message: Incoming) -> None:
         service, request = message.text("service"), message.object("body")
-        handler = self._peer._host._handler(service)
+        handler = self._handler(service)
         if handler is None:
-            self.fail(call, InvalidArgumentError(f"nobody serves {service!r}"))
+            self.fail(call, InvalidArgumentError(f"no handler serves {service!r}"))
             return
         try:
-            answer = handler(self._peer, request)
+            answer = handler(request)
         except HixlError as error:
             self.fail(call, error)
         except Exception as error:
@@ -177,10 +177,10 @@ class Calls:
             if inspect.iscoroutine(answer):
                 answer.close()
             error = BusyError(f"{MAX_HANDLERS} requests of this peer are being handled already")
-            logger.warning("peer %r: a request to %r is dropped: %s", self._peer.name, service, error)
+            logger.warning("peer %r: a request to %r is dropped: %s", self._session.name, service, error)
             self.fail(call, error)
             return
-        task = self._peer._host._spawn(self._finish(call, service, answer))
+        task = self._session.spawn(self._finish(call, service, answer))
         self._handlers.add(task)
         task.add_done_callback(self._handlers.discard)
 
@@ -203,15 +203,15 @@ class Calls:
         try:
             if not isinstance(body, dict | None):
                 raise TypeError(f"a handler must answer with a dict or None, not {type(body).__name__}")
-            self._peer._tell("answer", {"call": call, "body": body or {}})
+            self._session.tell("answer", {"call": call, "body": body or {}})
         except (ProtocolError, TypeError) as error:
             self._broken_handler(call, service, error)
 
     def fail(self, call: int | None, error: HixlError) -> None:
-        """Tells the peer why its request has no answer."""
+        """Tell the peer why its request has no answer."""
         if call is not None:
             text = str(error).encode(errors="replace")[:2000].decode(errors="ignore")
-            self._peer._tell("failure", {"call": call, "error": type(error).__name__, "message": text})
+            self._session.tell("failure", {"call": call, "error": type(error).__name__, "message": text})
 
     def _broken_handler(self, call: int | None, service: str, error: Exception) -> None:
         self._loop.call_exception_handler({"message": f"the handler of {service!r} failed", "exception": error})

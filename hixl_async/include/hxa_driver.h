@@ -54,6 +54,12 @@ enum {                       /* hxa_op.status, and negated the refusal of a call
     HXA_E_SYSTEM = 11        /* errno in `native` */
 };
 
+/* The refusal of a call, with the transport's own code (errno, for example), for which a call without an op has no other
+ * place.  A refusal without such a code is just the negated status. */
+#define HXA_REFUSAL(status, native) (-((int)(status) | (int)(native) << 8))
+static inline int32_t hxa_refusal_status(int answer) { return -answer & 0xff; }
+static inline int32_t hxa_refusal_native(int answer) { return -answer >> 8; }
+
 enum { HXA_COMPLETED = 1u, HXA_RELEASED = 2u };          /* events of sink->post */
 enum { HXA_SCOPE_OP = 0, HXA_SCOPE_LINK = 1 };           /* how far a failure reaches */
 
@@ -67,8 +73,9 @@ enum {                                                   /* hxa_driver.caps */
     HXA_CAP_ALLOC = 1u << 1,          /* mem_alloc */
     HXA_CAP_REGISTER = 1u << 2,       /* mem_register of memory that already exists */
     HXA_CAP_SAME_HOST = 1u << 3,      /* links only to processes of this host; the data of a link's card begins with its
-                                       * maker's pid as uint32_t, which the core sets to 0 before link_connect where the
-                                       * credentials of the control connection name another process */
+                                       * maker's pid as uint32_t, which the core replaces before link_connect by the number
+                                       * that the kernel has for the process at the other end of the control connection, or
+                                       * by 0 where it has none: the two differ between pid namespaces */
     HXA_CAP_SIGNAL = 1u << 4,         /* batch.signal */
     HXA_CAP_NOTIFY = 1u << 5,         /* batch.topic / batch.note */
     HXA_CAP_CANCEL = 1u << 6,         /* cancel can stop an accepted op */
@@ -196,7 +203,7 @@ typedef struct hxa_driver {
     void (*mem_release)(hxa_mem *mem);                 /* ours or imported; no op uses it any more */
 
     /* Links.  new makes our half and its card; connect joins it with the peer's card; fd (or -1) is readable when poll has
-     * work.  stop ends our side: accepted ops of the link complete with HXA_E_LINK and are released when no thread of ours
+     * work, and the core also polls once after connect.  stop ends our side: accepted ops of the link complete with HXA_E_LINK and are released when no thread of ours
      * touches their memory any more, then op finishes; new submits are refused.  dead, if not 0, is the caller's word that the
      * peer's process is gone, so nothing waits for it.  fence is done when the peer can no longer touch memory of ours through
      * this link (it may never come; stop with dead=1 ends it too).  free comes after stop finished. */

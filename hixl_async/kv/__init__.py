@@ -1,19 +1,20 @@
 """KV caches: the flat public surface of ``hixl_async.kv``.
 
 ======================  ==================================================================================
-`Layout`                shapes and bytes of a paged cache (pure)
+`Layout`                shapes and bytes of a paged cache
 `Pool`                  lends blocks of one region, all or nothing
 `Blocks`                reserved blocks: a ticket and a stream as a target, ``blocks[i]`` as a source
 `LayerStream`           the consumer's side: layers as they land
 `PushStream`            the producer's side: ``push`` from any thread
-`Outcome`, `Verdict`    how a stream ended
+`Ticket`                what `Blocks` grant and a producer uses, once
+`Outcome`, `Verdict`    the end of a stream
 ======================  ==================================================================================
 """
 
 from .blocks import Blocks, LayerBlocks, Reservation
 from .layout import Layout
 from .pool import Pool, PoolStatistics
-from .protocol import Outcome, Verdict
+from .protocol import Outcome, Ticket, Verdict
 from .push import PushStream
 from .stream import LayerStream
 
@@ -27,5 +28,6 @@ __all__ = [
     "PoolStatistics",
     "PushStream",
     "Reservation",
+    "Ticket",
     "Verdict",
 ]

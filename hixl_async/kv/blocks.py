@@ -2,70 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..engine.arguments import positive_seconds, whole_number
+from ..engine.started import Started
 from ..errors import ClosedError, InvalidArgumentError, RangeError
+from .lease import Lease
+from .stream import Consumer, LayerStream
 
-if TYPE_CHECKING:
-    from .pool import Pool
-    from .stream import LayerStream
+__all__ = ["Blocks", "LayerBlocks", "Reservation", "lease_of"]
 
-__all__ = ["Blocks", "LayerBlocks", "Reservation"]
-
-#: Seconds that a ticket waits for its producer, and that a stream waits for its next layer, where nothing else is said.
+#: Seconds that a ticket waits for its producer, and that a stream waits for its next layer, where the caller says nothing.
 TTL, STALL = 60.0, 10.0
+
+#: Issues the ticket for a lease, with its ttl, stall and timeout in seconds.
+Grant: TypeAlias = Callable[[Lease, float, float, float | None], Consumer]
 
 
 class LayerBlocks(NamedTuple):
     """One layer of reserved blocks, as a source for ``push``."""
 
+    #: The reserved blocks.
     blocks: Blocks
+    #: The index of the layer.
     layer: int
 
 
 class Blocks:
-    """Blocks of a pool, reserved until `aclose`; an async context manager.
+    """Blocks of a pool, reserved until `aclose`; an async context manager, made by ``pool.reserve()``.
 
     As a target: `ticket` is what the producer needs, `stream` tells which layers are there.  As a source: ``blocks[i]``
     is what ``push`` takes.  Closing never waits for a peer: blocks that a peer could still write, or that a push still
     reads, go to quarantine and return to the pool when that has ended.
+
+    Blocks to which neither the program nor a stream of the program refers any more are closed with a ResourceWarning.
     """
 
-    def __init__(self, pool: Pool, ids: tuple[int, ...]) -> None:
+    def __init__(self, lease: Lease, grant: Grant) -> None:
         #: The block ids, in the order of the tokens.
-        self.ids = ids
-        self.pool = pool
-        self._stream: LayerStream | None = None
-        # Threads that push take holds, the loop gives them back: both under the pool's lock.
-        self._holds = 0
-        self._closed = False
+        self.ids = lease.ids
+        self._lease = lease
+        self._grant_ticket = grant
+        self._consumer: Consumer | None = None
+        # Weak, since the stream refers to the blocks, and a loss is to be noticed without waiting for the collector.
+        self._stream: weakref.ref[LayerStream] | None = None
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "reserved"
-        return f"<Blocks {len(self.ids)} of pool {self.pool.name!r}, {state}>"
+        state = "closed" if self._lease.closed else "reserved"
+        return f"<Blocks {len(self.ids)} of pool {self._lease.context.name!r}, {state}>"
+
+    def __del__(self) -> None:
+        lease = self._lease
+        if lease.closed or not lease.context.clean_up(
+            _give_back, lease, self._consumer, "the consumer lost its blocks without closing them"
+        ):
+            return
+        ids = ", ".join(map(str, self.ids[:8])) + (", ..." if len(self.ids) > 8 else "")
+        message = f"{self!r} (ids {ids}) was never closed; use 'async with pool.reserve(...) as blocks'"
+        warnings.warn(message, ResourceWarning, source=self, stacklevel=2)
 
     def __getitem__(self, layer: int) -> LayerBlocks:
-        """One layer of these blocks, to be pushed.
+        """Return one layer of these blocks, to be pushed.
 
+        :param layer: index of the layer.
         :raises RangeError: if there is no such layer.
         :raises InvalidArgumentError: if it is no whole number.
         :raises ClosedError: if the blocks were given back.
         """
-        self._check_lent()
-        layer = whole_number("layer", layer)
-        if not 0 <= layer < self.pool.layout.layers:
-            raise RangeError(f"layer {layer} does not exist: the layout has {self.pool.layout.layers} layers")
+        self._lease.check_open()
+        layer, layers = whole_number("layer", layer), self._lease.context.layout.layers
+        if not 0 <= layer < layers:
+            raise RangeError(f"layer {layer} does not exist: the layout has {layers} layers")
         return LayerBlocks(self, layer)
 
     def ticket(
         self, *, ttl: float | None = None, stall: float | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
-        """The right to fill these blocks, once, as a JSON-safe dict for one producer; the same one at every call.
+        """Return the right to fill these blocks, once, as a JSON-safe dict for one producer; the same one at every call.
 
-        Whoever holds it can use it: send it over a channel you trust.
+        Any process that holds it can use it: send it over a channel you trust.
 
         :param ttl: seconds within which the producer has to open it (60).
         :param stall: seconds without a new layer after which the open stream fails (10).
@@ -77,74 +96,49 @@ class Blocks:
         return self._grant(ttl, stall, timeout).ticket.body()
 
     def stream(self) -> LayerStream:
-        """The layers as they land; the same object at every call.  Grants the ticket if `ticket` was not called yet.
+        """Return the layers as they land; the same object at every call.  Grants the ticket if `ticket` has not yet.
 
         :raises AccessError: if the pool's ``access`` does not let peers write.
         :raises ClosedError: if the blocks or the pool are closed.
         """
-        return self._grant(None, None, None)
+        consumer = self._grant(None, None, None)
+        stream = self._stream() if self._stream is not None else None
+        if stream is None:
+            stream = LayerStream(consumer, self)
+            self._stream = weakref.ref(stream)
+        return stream
 
-    def _grant(self, ttl: float | None, stall: float | None, timeout: float | None) -> LayerStream:
-        self._check_lent()
-        if self._stream is None:
-            self._stream = self.pool._grant(
-                self,
+    def _grant(self, ttl: float | None, stall: float | None, timeout: float | None) -> Consumer:
+        self._lease.check_open()
+        context = self._lease.context
+        if self._consumer is None:
+            self._consumer = self._grant_ticket(
+                self._lease,
                 TTL if ttl is None else positive_seconds("ttl", ttl),
                 STALL if stall is None else positive_seconds("stall", stall),
                 None if timeout is None else positive_seconds("timeout", timeout),
             )
-        elif self.pool.closed:
-            raise ClosedError(f"pool {self.pool.name!r} is closed")
+        elif context.closed:
+            raise ClosedError(f"pool {context.name!r} is closed")
         elif (ttl, stall, timeout) != (None, None, None):
             raise InvalidArgumentError("ttl, stall and timeout are fixed by the first call of ticket() or stream()")
-        return self._stream
-
-    def _check_lent(self) -> None:
-        if self._closed:
-            raise ClosedError("these blocks were given back; reserve new ones with pool.reserve()")
+        return self._consumer
 
     async def fenced(self) -> None:
-        """Waits until no peer can write these blocks any more, whatever the stream's outcome was; it may never come.
+        """Wait until no peer can write these blocks any more, whatever the stream's outcome was; that may never come.
 
         :raises ClosedError: if the pool is closed before.
         """
-        if self._stream is not None:
-            await self._stream.fenced()
+        if self._consumer is not None:
+            await self._consumer.fenced()
 
-    async def aclose(self) -> None:
-        """Gives the blocks back, aborting a stream that has not ended.  Never waits for a peer; idempotent."""
-        self._close()
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        """Give the blocks back at the call, aborting a stream that has not ended.  Idempotent.
 
-    def _close(self) -> None:
-        with self.pool._lock:
-            if self._closed:
-                return
-            self._closed = True
-        if self._stream is not None:
-            self._stream._leave("the consumer gave its blocks back")
-        with self.pool._lock:
-            idle = self._holds == 0
-        if idle:
-            self.pool._free(self)
-        else:
-            self.pool._quarantine(self)
-
-    def _hold(self) -> None:
-        """Keeps the blocks from being lent again until `_unhold`; legal from any thread.
-
-        :raises ClosedError: if they were given back.
+        :return: an awaitable that waits for nothing, as other resources have it: closing never waits for a peer.
         """
-        with self.pool._lock:
-            if self._closed:
-                raise ClosedError("these blocks were given back; push them before leaving their `async with`")
-            self._holds += 1
-
-    def _unhold(self) -> None:
-        with self.pool._lock:
-            self._holds -= 1
-            idle = self._closed and self._holds == 0
-        if idle:
-            self.pool._free(self)
+        _give_back(self._lease, self._consumer, "the consumer gave its blocks back")
+        return Started(_nothing)
 
     async def __aenter__(self) -> Blocks:
         return self
@@ -155,19 +149,33 @@ class Blocks:
         await self.aclose()
 
 
+async def _nothing() -> None:
+    pass
+
+
+def _give_back(lease: Lease, consumer: Consumer | None, reason: str) -> None:
+    if consumer is not None and not lease.closed:
+        consumer.leave(reason)
+    lease.close()
+
+
+def lease_of(source: LayerBlocks) -> Lease:
+    """Return the lease behind a layer's blocks; for the streams."""
+    return source.blocks._lease
+
+
 class Reservation(Awaitable[Blocks]):
-    """What ``pool.reserve()`` answers: await it for the `Blocks`, or enter it with ``async with``."""
+    """A request for blocks, made by ``pool.reserve()``: await it for the `Blocks`, or enter it with ``async with``."""
 
-    __slots__ = ("_blocks", "_count", "_entered", "_pool")
+    __slots__ = ("_blocks", "_entered", "_reserve")
 
-    def __init__(self, pool: Pool, count: int) -> None:
-        self._pool = pool
-        self._count = count
+    def __init__(self, reserve: Callable[[], Coroutine[Any, Any, Blocks]]) -> None:
+        self._reserve = reserve
         self._entered = False
         self._blocks: Blocks | None = None
 
     def __await__(self) -> Generator[Any, None, Blocks]:
-        return self._pool._reserve(self._count).__await__()
+        return self._reserve().__await__()
 
     async def __aenter__(self) -> Blocks:
         if self._entered:
@@ -181,3 +189,20 @@ class Reservation(Awaitable[Blocks]):
     ) -> None:
         if self._blocks is not None:
             await self._blocks.aclose()
+
+    if not TYPE_CHECKING:  # type checkers know by themselves that it has no such attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "ids" or (not name.startswith("_") and hasattr(Blocks, name)):
+                raise _not_reserved(f".{name}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        def __getitem__(self, layer: int) -> Any:
+            raise _not_reserved("[...]")
+
+
+def _not_reserved(use: str) -> ClosedError:
+    return ClosedError(
+        f"pool.reserve(...){use} is used before the blocks are reserved; write `blocks = await pool.reserve(...)`, or "
+        "`async with pool.reserve(...) as blocks:`"
+    )

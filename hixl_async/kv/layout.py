@@ -1,5 +1,5 @@
-"""The shape of a paged KV cache, and what it means in bytes.  Pure: no engine, no loop, and numpy only where it is
-there already.
+"""The shape of a paged KV cache, and what it means in bytes.  Pure: no engine, no loop, and numpy only where the process
+has imported it already.
 
 A pool of `blocks` blocks is one contiguous array of shape ``(layers, 2, blocks, block_tokens, kv_heads, head_dim)``:
 keys and values of a layer lie apart (index 0 and 1 of the second axis), and one block of one layer's keys is one
@@ -57,39 +57,31 @@ _ALIASES = {
 FEW = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Layout:
     """The shape of a paged KV cache; two sides can stream to each other if all fields are equal.
 
     :param layers: number of attention layers held here.
     :param kv_heads: key/value heads per layer held here (under tensor parallelism: those of this rank).
     :param head_dim: elements per head.
-    :param dtype: element type by name (``"bfloat16"``, ``"float16"``, ``"float32"``, ``"int8"``, ``"fp8_e4m3"``, ...; a
-        ``"torch."`` prefix is dropped), or the size of one element in bytes.
+    :param dtype: the element type: a dtype of torch, numpy or ml_dtypes; or its name (``"bfloat16"``, ``"float16"``,
+        ``"float32"``, ``"int8"``, ``"fp8_e4m3"``, ...); or the size of one element in bytes.
     :param block_tokens: tokens per block.
-    :raises InvalidArgumentError: if a number is not a positive integer, or the dtype's name is not known.
+    :raises InvalidArgumentError: if a number is not a positive integer, or the dtype is not known.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
+    #: The name of the element type, the same whatever library it came from; or the size of one element in bytes.
     dtype: str | int
     block_tokens: int
 
-    def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim", "block_tokens"):
-            _positive(name, getattr(self, name))
-        if isinstance(self.dtype, str):
-            name = self.dtype.removeprefix("torch.")
-            name = _ALIASES.get(name, name)
-            if name not in _ITEM_BYTES:
-                known = ", ".join(sorted(_ITEM_BYTES))
-                raise InvalidArgumentError(
-                    f"dtype {self.dtype!r} is not known; use its size in bytes, or one of {known}"
-                )
-            object.__setattr__(self, "dtype", name)
-        else:
-            _positive("dtype, where it is the size of an element in bytes,", self.dtype)
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: object, block_tokens: int) -> None:
+        numbers = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "block_tokens": block_tokens}
+        for name, value in numbers.items():
+            object.__setattr__(self, name, _positive(name, value))
+        object.__setattr__(self, "dtype", _element_type(dtype))
 
     @property
     def item_bytes(self) -> int:
@@ -102,31 +94,31 @@ class Layout:
         return self.block_tokens * self.kv_heads * self.head_dim * self.item_bytes
 
     def layer_bytes(self, blocks: int) -> int:
-        """Bytes of one layer, keys and values together, in a pool of `blocks` blocks."""
+        """Return the bytes of one layer, keys and values together, in a pool of `blocks` blocks."""
         return 2 * blocks * self.block_bytes
 
     def pool_bytes(self, blocks: int) -> int:
-        """Bytes of a pool of `blocks` blocks."""
+        """Return the bytes of a pool of `blocks` blocks."""
         return self.layers * self.layer_bytes(blocks)
 
     def shape(self, blocks: int) -> tuple[int, int, int, int, int, int]:
-        """The pool as an array: ``(layers, 2, blocks, block_tokens, kv_heads, head_dim)``."""
+        """Return the shape of a pool as an array: ``(layers, 2, blocks, block_tokens, kv_heads, head_dim)``."""
         return (self.layers, 2, blocks, self.block_tokens, self.kv_heads, self.head_dim)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens; the last one may be partly used.
+        """Return the number of blocks that hold `tokens` tokens; the last one may be partly used.
 
         :raises InvalidArgumentError: if `tokens` is not a positive integer.
         """
         return -(-_positive("tokens", tokens) // self.block_tokens)
 
     def fields(self) -> dict[str, str | int]:
-        """The fields as a JSON-safe dict; `from_fields` is the way back."""
+        """Return the fields as a JSON-safe dict; `from_fields` is the way back."""
         return {name: getattr(self, name) for name in _FIELDS}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Layout:
-        """The layout that `fields` describes.
+        """Return the layout that `fields` describes.
 
         :raises InvalidArgumentError: if a field is missing, unknown or malformed.
         """
@@ -135,12 +127,12 @@ class Layout:
         return cls(**fields)
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits, equal for equal layouts in every process and on every host."""
+        """Return 16 hexadecimal digits, equal for equal layouts in every process and on every host."""
         text = ";".join(f"{name}={value}" for name, value in self.fields().items())
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def mismatch(self, other: Layout) -> list[str]:
-        """The names of the fields in which `other` differs; empty if the two can stream to each other."""
+        """Return the names of the fields in which `other` differs; none if the two can stream to each other."""
         return [name for name in _FIELDS if getattr(self, name) != getattr(other, name)]
 
     def rows(
@@ -151,7 +143,7 @@ class Layout:
         source_pool_blocks: int,
         target_pool_blocks: int,
     ) -> Any:
-        """Descriptors that copy one layer's blocks from one pool to another: source block *i* to target block *i*.
+        """Return descriptors that copy one layer's blocks between two pools: source block *i* to target block *i*.
 
         Neighbours in both pools become one descriptor.  Where the process has imported numpy there is no Python loop
         over the blocks, unless they are so few that it is faster.
@@ -176,7 +168,7 @@ class Layout:
         # Block numbers that run through the whole pool: a layer's keys, then its values, then the next layer.
         bases = [((2 * layer + half) * source_pool_blocks, (2 * layer + half) * target_pool_blocks) for half in (0, 1)]
         numpy = sys.modules.get("numpy")
-        # Without flatnonzero numpy is just being imported by another thread.
+        # Without flatnonzero, another thread is still importing numpy.
         if len(source_blocks) > FEW and numpy is not None and hasattr(numpy, "flatnonzero"):
             return _rows_of_arrays(numpy, bases, source_blocks, target_blocks, self.block_bytes)
         return _rows_of_loops(bases, source_blocks, target_blocks, self.block_bytes)
@@ -189,6 +181,35 @@ def _positive(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidArgumentError(f"{name} must be a positive integer, not {value!r}")
     return value
+
+
+def _element_type(dtype: object) -> str | int:
+    if isinstance(dtype, int):
+        return _positive("dtype, where it is the size of an element in bytes,", dtype)
+    name = _type_name(dtype).removeprefix("torch.")
+    name = _ALIASES.get(name, name)
+    if name not in _ITEM_BYTES or (isinstance(dtype, type) and dtype.__module__ == "builtins"):
+        known = ", ".join(sorted(_ITEM_BYTES))
+        raise InvalidArgumentError(f"dtype {dtype!r} is not known; use its size in bytes, or one of {known}")
+    if not getattr(dtype, "isnative", True):
+        raise InvalidArgumentError(f"dtype {dtype!r} has a foreign byte order; use the native one")
+    return name
+
+
+def _type_name(dtype: object) -> str:
+    """Return the name that a library gave its element type; no library is imported for it."""
+    if isinstance(dtype, str):
+        return dtype
+    numpy = sys.modules.get("numpy")
+    if isinstance(dtype, type):
+        # Some scalar types of numpy, such as longlong, have names that differ from their dtypes'.  The class is missing while
+        # another thread imports numpy.
+        scalars = getattr(numpy, "generic", None)
+        if numpy is not None and scalars is not None and issubclass(dtype, scalars):
+            return str(numpy.dtype(dtype).name)
+        return dtype.__name__
+    # numpy, ml_dtypes and TensorFlow name their dtypes; torch's only print as "torch.bfloat16".
+    return str(getattr(dtype, "name", dtype))
 
 
 def _check_ids(side: str, ids: Iterable[int], pool_blocks: int) -> None:

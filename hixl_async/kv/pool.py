@@ -1,49 +1,51 @@
-"""A paged KV cache in one region of an engine: lends blocks, issues tickets, and routes the messages of its streams."""
+"""A paged KV cache in one region of an engine: lends blocks, and opens streams."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import threading
+import warnings
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine.arguments import positive_seconds
-from ..errors import (
-    AccessError,
-    BusyError,
-    ClosedError,
-    EngineForkedError,
-    InvalidArgumentError,
-    RangeError,
-    TicketError,
-    WrongLoopError,
-)
+from ..engine.started import Started
+from ..errors import AccessError, BusyError, ClosedError, InvalidArgumentError, RangeError, TicketError
 from ..types import Access, AccessLike, PeerState
+from .allocator import Allocator, BlockState, Request
 from .blocks import Blocks, Reservation
-from .exchange import Exchange
+from .context import PoolContext
 from .layout import Layout
-from .ledger import BlockState, Ledger, Request
+from .lease import Lease
 from .protocol import POOL_BLOCKS, REGION_BYTES, WORD, Ticket
-from .push import PushStream
-from .ready import ReadyPoller
+from .push import Producer, PushStream
+from .registry import StreamRegistry
+from .stream import Consumer
 
 if TYPE_CHECKING:
-    from .. import Engine, Peer, Region
-    from .stream import LayerStream
+    from ..engine.engine import Engine
+    from ..engine.peer import Peer
+    from ..engine.region import Region
 
 __all__ = ["Pool", "PoolStatistics"]
 
+#: Seconds that closing a pool waits for the peers of open streams, where the caller says nothing.
+CLOSE_TIMEOUT = 5.0
+
+# Pools that are being closed; the loop itself keeps only weak references to tasks.
+_closings: set[asyncio.Task[None]] = set()
+
 
 class PoolStatistics(NamedTuple):
-    """Where a pool's blocks are; the first three sum up to its size."""
+    """The state of a pool's blocks; the first three sum up to its size."""
 
     #: Blocks that can be lent.
     free: int
-    #: Blocks that somebody has.
+    #: Blocks that are lent.
     reserved: int
     #: Blocks given back that a peer could still write, or a push still reads.
     quarantined: int
@@ -53,6 +55,8 @@ class PoolStatistics(NamedTuple):
 
 class Pool:
     """A paged KV cache that is lent block by block; an async context manager.
+
+    A pool to which the program does not refer any more is closed with a ResourceWarning.
 
     :param engine: the engine that holds the memory.
     :param layout: the shape of the cache.
@@ -66,6 +70,8 @@ class Pool:
     :raises RangeError: if `memory` has another size.
     :raises DriverError: if there is not so much memory.
     """
+
+    _complete = False  # True once `__init__` has succeeded
 
     def __init__(
         self,
@@ -91,21 +97,21 @@ class Pool:
             raise InvalidArgumentError(f"name must be a string, not {name!r}")
         if shuffle is not None and not isinstance(shuffle, int):
             raise InvalidArgumentError(f"shuffle must be a whole number or None, not {shuffle!r}")
+        #: The engine that holds the memory.
         self.engine = engine
+        #: The shape of the cache.
         self.layout = layout
+        #: The size in blocks.
         self.blocks = blocks
+        #: The name of the region, and of the pool in tickets.
         self.name = name
-        self._lock = threading.Lock()
         self._waiting: dict[Request, asyncio.Future[None]] = {}
-        self._lent: set[Blocks] = set()  # reserved or in quarantine
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._poller = ReadyPoller(engine.loop)
-        self._closed = False
+        self._lent: set[Lease] = set()  # reserved or in quarantine
         self._closing: asyncio.Task[None] | None = None
         #: The region that holds the blocks.
         self.region: Region
         size = layout.pool_bytes(blocks)
-        # Before the books about it: a machine without so much memory says so here, not when it is used up.
+        # First of all, since a machine without so much memory shall fail here, not when the memory is used up.
         if memory is None:
             self.region = engine.allocate(name, size, access=access, grant=grant)
         else:
@@ -113,6 +119,7 @@ class Pool:
         self._signals: Region | None = None
         self._words: memoryview | None = None
         try:
+            self._context = PoolContext(engine, name, layout, blocks, self.region)
             if self.region.size != size:
                 raise RangeError(f"memory has {self.region.size} bytes; a pool of {blocks} such blocks has {size}")
             if Access.parse(access) & Access.WRITE:
@@ -123,65 +130,78 @@ class Pool:
             if shuffle is not None:
                 order = list(range(blocks))
                 random.Random(shuffle).shuffle(order)
-            self._ledger = Ledger(blocks, order)
-            self._exchange = Exchange(self)
+            self._allocator = Allocator(blocks, order)
+            self._registry = StreamRegistry(self._context)
         except BaseException:
             self._revoke_regions()
             raise
         engine.on_close(_closer(weakref.ref(self)))
+        self._complete = True
 
     def __repr__(self) -> str:
         return f"<Pool {self.name!r} of {self.blocks} blocks, {self.statistics()}>"
 
+    def __del__(self) -> None:
+        if self._complete and self._context.clean_up(self._begin_closing, CLOSE_TIMEOUT):
+            message = f"{self!r} was never closed; use 'async with Pool(...) as pool'"
+            warnings.warn(message, ResourceWarning, source=self, stacklevel=2)
+
     @property
     def memory(self) -> memoryview:
-        """The pool's bytes; ``layout.shape(blocks)`` says how to look at them; not on a device."""
+        """The bytes of the pool, an array of the shape ``layout.shape(blocks)``; not on a device."""
         return memoryview(self.region)
 
     @property
     def closed(self) -> bool:
         """True once `aclose` was called."""
-        return self._closed
+        return self._context.closed
 
     def statistics(self) -> PoolStatistics:
-        """Where the blocks are now."""
+        """Return the numbers of blocks in each state, and of waiting requests."""
         return PoolStatistics(
-            free=self._ledger.count(BlockState.FREE),
-            reserved=self._ledger.count(BlockState.RESERVED),
-            quarantined=self._ledger.count(BlockState.QUARANTINED),
-            waiting=self._ledger.waiting,
+            free=self._allocator.count(BlockState.FREE),
+            reserved=self._allocator.count(BlockState.RESERVED),
+            quarantined=self._allocator.count(BlockState.QUARANTINED),
+            waiting=self._allocator.waiting,
         )
 
     # ---- reservations ----
 
     def reserve(self, *, tokens: int | None = None, blocks: int | None = None) -> Reservation:
-        """Blocks for so many tokens, or so many blocks: all or nothing, first come, first served.
+        """Reserve blocks for so many tokens, or so many blocks: all or nothing, first come, first served.
 
-        Await the answer, or enter it with ``async with``; that is when the place in the queue is taken.  Cancelling the
-        wait loses nothing.
-
+        :param tokens: number of tokens that the blocks have to hold.
+        :param blocks: number of blocks.
+        :return: a `Reservation`: await it, or enter it with ``async with``; that is when the place in the queue is taken.
+            Cancelling the wait loses nothing.
         :raises InvalidArgumentError: if not exactly one of the two is given, or it is not a positive integer.
         :raises RangeError: if the pool is smaller than that.
         :raises ClosedError: if the pool is closed, now or while waiting.
         """
-        return Reservation(self, self._count(tokens, blocks))
+        return Reservation(partial(self._reserve, self._count(tokens, blocks)))
 
     def reserve_nowait(self, *, tokens: int | None = None, blocks: int | None = None) -> Blocks:
-        """Like `reserve`, but raises where it would have to wait; close what it answers.
+        """Reserve blocks like `reserve`, but raise where that would have to wait.
 
-        :raises BusyError: if too few blocks are free, or others wait already.
+        :param tokens: number of tokens that the blocks have to hold.
+        :param blocks: number of blocks.
+        :return: the blocks, to be closed by the caller.
+        :raises InvalidArgumentError: if not exactly one of the two is given, or it is not a positive integer.
+        :raises RangeError: if the pool is smaller than that.
+        :raises ClosedError: if the pool is closed.
+        :raises BusyError: if too few blocks are free, or other requests wait already.
         """
         count = self._count(tokens, blocks)
-        request = self._ledger.request_now(count)
+        request = self._allocator.request_now(count)
         if request is None:
-            free, waiting = self._ledger.count(BlockState.FREE), self._ledger.waiting
+            free, waiting = self._allocator.count(BlockState.FREE), self._allocator.waiting
             raise BusyError(
                 f"pool {self.name!r} cannot lend {count} blocks now: {free} are free and {waiting} requests wait"
             )
         return self._lend(request)
 
     def _count(self, tokens: int | None, blocks: int | None) -> int:
-        self._check_usable()
+        self._context.check_usable()
         if (tokens is None) == (blocks is None):
             raise InvalidArgumentError("say either tokens=... or blocks=...")
         if tokens is not None:
@@ -194,34 +214,34 @@ class Pool:
         return blocks
 
     async def _reserve(self, count: int) -> Blocks:
-        self._check_usable()
-        request = self._ledger.request(count)
+        self._context.check_usable()
+        request = self._allocator.request(count)
         if not request.ids:
             future = self._waiting[request] = self.engine.loop.create_future()
             try:
                 await future
-                self._check_usable()
+                self._context.check_usable()
             except BaseException:
-                # Perhaps granted in the same moment: then the blocks go on to the next.
-                self._wake(self._ledger.withdraw(request))
+                # Perhaps granted in the same moment: then the blocks go on to the next request.
+                self._wake(self._allocator.withdraw(request))
                 raise
             finally:
                 del self._waiting[request]
         return self._lend(request)
 
     def _lend(self, request: Request) -> Blocks:
-        blocks = Blocks(self, request.ids)
-        self._lent.add(blocks)
-        return blocks
+        lease = Lease(self._context, request.ids, self._free, self._quarantine)
+        self._lent.add(lease)
+        return Blocks(lease, self._grant)
 
-    def _quarantine(self, blocks: Blocks) -> None:
-        if blocks in self._lent:
-            self._ledger.quarantine(blocks.ids)
+    def _quarantine(self, lease: Lease) -> None:
+        if lease in self._lent:
+            self._allocator.quarantine(lease.ids)
 
-    def _free(self, blocks: Blocks) -> None:
-        if blocks in self._lent:  # else the pool was closed before
-            self._lent.discard(blocks)
-            self._wake(self._ledger.release(blocks.ids))
+    def _free(self, lease: Lease) -> None:
+        if lease in self._lent:  # else the pool was closed before
+            self._lent.discard(lease)
+            self._wake(self._allocator.release(lease.ids))
 
     def _wake(self, granted: list[Request]) -> None:
         for request in granted:
@@ -232,20 +252,21 @@ class Pool:
     # ---- streams ----
 
     def open_stream(self, peer: Peer, ticket: dict[str, Any], *, timeout: float = 10.0) -> PushStream:
-        """A stream of this pool's blocks into those of a consumer's ticket; enter it with ``async with``, or await it.
+        """Make a stream of this pool's blocks into those of a consumer's ticket.
 
         :param peer: the consumer, connected.
-        :param ticket: what the consumer's ``blocks.ticket()`` answered.
+        :param ticket: what the consumer's ``blocks.ticket()`` returned.
         :param timeout: seconds for opening, and for the end: from the last landing until all is drained and
             acknowledged.
+        :return: the stream: enter it with ``async with``, or await it; that is when it is opened.
         :raises TicketError: if the ticket is malformed, or was issued by another engine or an earlier incarnation of
-            it; on entering, also if it is unknown to the consumer, used or expired.
+            it; on entering, also if it is unknown to the consumer, used or expired, or was changed on its way.
         :raises LayoutMismatchError: on entering, if the consumer's layout differs; the message lists the fields.
         :raises StreamAbortedError: on entering, if the consumer gave up meanwhile.
         :raises WaitTimeoutError: on entering, if opening takes longer than `timeout`.
         :raises InvalidArgumentError: if `timeout` is not a positive number.
         """
-        self._check_usable()
+        self._context.check_usable()
         if not hasattr(peer, "identity"):
             raise InvalidArgumentError(f"peer must be a peer of the pool's engine, not {peer!r}")
         if peer.state is PeerState.UP and peer not in self.engine.peers:
@@ -257,84 +278,67 @@ class Pool:
                 f"the ticket was issued by engine {parsed.engine!r}, which is not, or no longer, peer {peer.name!r}",
                 peer=peer.name,
             )
-        return PushStream(self, peer, parsed, timeout)
+        return PushStream(Producer(self._context, peer, parsed, timeout, self._registry), self)
 
-    def _grant(self, blocks: Blocks, ttl: float, stall: float, timeout: float | None) -> LayerStream:
-        self._check_usable()
+    def _grant(self, lease: Lease, ttl: float, stall: float, timeout: float | None) -> Consumer:
+        self._context.check_usable()
         if self._words is None:
             raise AccessError(f"pool {self.name!r} was made with an access that lets no peer write; use access='write'")
-        return self._exchange.grant(blocks, self._words, ttl, stall, timeout)
+        return self._registry.grant(lease, self._words, ttl, stall, timeout)
 
     # ---- life ----
 
-    def _check_usable(self) -> None:
-        if self.engine.forked:
-            raise EngineForkedError(
-                f"pool {self.name!r} was made before fork(); open one in each process, with an engine of its own"
-            )
-        try:
-            right = asyncio.get_running_loop() is self.engine.loop
-        except RuntimeError:
-            right = False
-        if not right:
-            raise WrongLoopError(
-                f"pool {self.name!r} belongs to its engine's event loop; only push() is legal elsewhere"
-            )
-        if self._closed:
-            raise ClosedError(f"pool {self.name!r} is closed")
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self.engine.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def aclose(self, *, timeout: float = 5.0) -> None:
-        """Refuses new work, ends all streams, takes all blocks back, and closes the regions; idempotent.
+    def aclose(self, *, timeout: float = CLOSE_TIMEOUT) -> Coroutine[Any, Any, None]:
+        """Close the pool at the call: refuse new work, end all streams, take all blocks back, close the regions.  Idempotent.
 
         :param timeout: seconds to wait for the peers of open streams; after that the regions are closed without them,
-            and the engine sees to it that what they still write reaches nobody.  With ``memory=`` it reaches that: await
-            ``pool.region.released()`` before it is used for other things.
+            and the engine sees to it that what they still write reaches no other memory.  With ``memory=`` it reaches
+            that: await ``pool.region.released()`` before it is used for other things.
+        :return: an awaitable that waits until all of that is done.
         :raises InvalidArgumentError: if `timeout` is neither a positive number nor 0; nothing is closed then.
         """
-        if timeout != 0:
-            timeout = positive_seconds("timeout", timeout)
+        self._begin_closing(0 if timeout == 0 else positive_seconds("timeout", timeout))
+        return Started(self._wait_closed)
+
+    def _begin_closing(self, timeout: float) -> None:
         self._refuse_work()
         if self._closing is None:
             self._closing = self.engine.loop.create_task(self._close(timeout))
+            _closings.add(self._closing)
+            self._closing.add_done_callback(_closings.discard)
+
+    async def _wait_closed(self) -> None:
+        assert self._closing is not None
         await asyncio.shield(self._closing)
 
     def _refuse_work(self) -> None:
-        """Lets nobody in, and tells everybody who is."""
-        if self._closed:
+        """Refuse new work, and end what waits and what streams."""
+        if self.closed:
             return
-        self._closed = True
+        self._context.closed = True
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ClosedError(f"pool {self.name!r} was closed"))
-        for stream in list(self._exchange.incoming.values()):
-            stream._leave("the consumer closed its pool")
-        for push in list(self._exchange.outgoing.values()):
-            push._stop("the producer closed its pool")
+        for consumer in list(self._registry.incoming.values()):
+            consumer.leave("the consumer closed its pool")
+        for producer in list(self._registry.outgoing.values()):
+            producer.stop("the producer closed its pool")
 
     async def _close(self, timeout: float) -> None:
-        incoming, outgoing = list(self._exchange.incoming.values()), list(self._exchange.outgoing.values())
+        incoming, outgoing = list(self._registry.incoming.values()), list(self._registry.outgoing.values())
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await asyncio.gather(*(stream._ended() for stream in incoming), *(push._ended() for push in outgoing))
-        for stream in incoming:
-            stream._cut()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._exchange.close()
-        for blocks in list(self._lent):
-            self._free(blocks)
+                await asyncio.gather(*(consumer.ended() for consumer in incoming), *(push.ended() for push in outgoing))
+        for consumer in incoming:
+            consumer.cut()
+        await self._context.cancel_tasks()
+        self._registry.close()
+        for lease in list(self._lent):
+            self._free(lease)
         await self._close_regions()
 
     def _revoke_regions(self) -> None:
-        """Frees their names at once; memory that is in use stays until it is not."""
+        """Free their names at once; memory that is in use stays until it is not."""
         if self._words is not None:
             self._words.release()
         if self._signals is not None:
@@ -357,7 +361,7 @@ class Pool:
 
 
 def _closer(pool: weakref.ref[Pool]) -> Callable[[], None]:
-    """Ends a pool that is still open when its engine closes, without keeping pools alive that are not."""
+    """Return what ends a pool that is open when its engine closes; it keeps no pool alive."""
 
     def close() -> None:
         if (alive := pool()) is not None:

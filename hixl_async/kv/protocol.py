@@ -1,20 +1,25 @@
-"""What the two sides of a stream say to each other.  Pure, and the only place that knows the form on the wire.
+"""The messages between the two sides of a stream.  Pure, and the only place that knows the form on the wire.
 
 ::
 
     producer                                            consumer
-    Open  {id, generation, layout, pool}   request ->   accepts the ticket, once
-                                              <- post   Abort {id, reason}: gives up
-    End   {id, complete, reason}           request ->   answers Outcome: finished or aborted
+    Open  {id, digest, layout, pool}     request ->   accepts the ticket, once
+                                            <- post   Abort {id, reason}: gives up
+    End   {id, complete, reason}         request ->   replies with the Outcome
 
-The consumer is the arbiter: it alone turns "all layers are there" into *finished*, and its `Abort` is final.  `End` is
-sent when nothing of the producer's can touch the consumer's blocks any more; it is the last word, and the
-acknowledgement of an `Abort`.  Layers do not travel as messages: the driver stores the stream's generation into the
+The consumer decides the outcome: it alone turns "all layers are there" into *finished*, and its `Abort` is final.  `End`
+is sent when nothing of the producer's can touch the consumer's blocks any more; it is the last message, and it acknowledges
+an `Abort`.  Layers do not travel as messages: the driver stores the stream's generation into the
 word of each layer after its data.
+
+A ticket reaches the producer over channels that this package does not control.  So `Open` carries a digest of the ticket as the
+producer read it, and the consumer compares it with what it issued: no block is written that was not granted.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -32,7 +37,7 @@ from ..errors import (
 )
 
 if TYPE_CHECKING:
-    from .. import Peer
+    from ..engine.peer import Peer
 
 __all__ = [
     "POOL_BLOCKS",
@@ -49,24 +54,24 @@ __all__ = [
     "service",
 ]
 
-VERSION = 1
+VERSION = 2
 #: Bytes of a layer's signal word.
 WORD = 8
-#: Reasons are for people; longer ones are cut, so that no message outgrows the control connection's frames.
+#: Longer reasons are cut, so that no message outgrows the control connection's frames.
 REASON_CHARACTERS = 400
-#: Signal values fit into what every JSON reader keeps exactly.
+#: Generations are below this, so that every JSON reader keeps them exactly.
 GENERATIONS = 1 << 53
-#: No pool has so many blocks, and no region so many bytes.
+#: Pools have fewer blocks, and regions fewer bytes.
 POOL_BLOCKS, REGION_BYTES = 1 << 31, 1 << 62
 
 
 def service(pool: str) -> str:
-    """The name under which the pool called `pool` serves its peers' messages."""
+    """Return the name under which the pool called `pool` serves its peers' messages."""
     return f"kv/{pool}"
 
 
 def check_reason(reason: object) -> None:
-    """Returns if it can be sent as the reason of an end.
+    """Return if `reason` can be sent as the reason of an end.
 
     :raises InvalidArgumentError: if it is no string.
     """
@@ -75,15 +80,21 @@ def check_reason(reason: object) -> None:
 
 
 class Verdict(Enum):
-    """How a stream ended."""
+    """The way in which a stream ended."""
 
+    #: All layers have landed.
     FINISHED = "finished"
+    #: One of the two sides gave up.
     ABORTED = "aborted"
+    #: A time limit passed: between two layers, of the whole stream, or of its end.
     TIMEOUT = "timeout"
+    #: The peer was lost.
     LOST = "lost"
-    #: The layouts of the two sides differ.
+    #: The two sides' layouts differ.
     REFUSED = "refused"
-    #: It was given up before it was open, so nothing was written.
+    #: The producer's ticket differs from the one that was issued.
+    INVALID_TICKET = "invalid-ticket"
+    #: It ended before it was open on this side, so that nothing was written.
     VOID = "void"
 
 
@@ -92,6 +103,7 @@ _ERRORS: dict[Verdict, type[HixlError]] = {
     Verdict.TIMEOUT: TransferTimeoutError,
     Verdict.LOST: PeerLostError,
     Verdict.REFUSED: LayoutMismatchError,
+    Verdict.INVALID_TICKET: TicketError,
     Verdict.VOID: TicketError,
 }
 
@@ -99,11 +111,16 @@ _ERRORS: dict[Verdict, type[HixlError]] = {
 class Outcome(NamedTuple):
     """The one end of a stream, as one side sees it."""
 
+    #: The way in which it ended.
     verdict: Verdict
+    #: An explanation for people; empty if it finished.
     reason: str = ""
 
     def error(self, peer: Peer | None = None) -> HixlError | None:
-        """A fresh exception for this outcome, or None if it is *finished*."""
+        """Return a fresh exception for this outcome, or None if it is *finished*.
+
+        :param peer: the other side, to be named by the exception.
+        """
         if self.verdict is Verdict.FINISHED:
             return None
         error = _ERRORS[self.verdict](self.reason, peer=None if peer is None else peer.name)
@@ -112,13 +129,13 @@ class Outcome(NamedTuple):
         return error
 
     def body(self) -> dict[str, Any]:
-        """The answer to `End`.  The other side only learns whether the stream finished; why not is in the reason."""
+        """Return the reply to `End`, which has only two words: the reason tells all else."""
         finished = self.verdict is Verdict.FINISHED
         return {"outcome": "finished" if finished else "aborted", "reason": self.reason[:REASON_CHARACTERS]}
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Outcome:
-        """Reads the answer to `End`.
+        """Read the reply to `End`.
 
         :raises ProtocolError: if it is malformed.
         """
@@ -130,30 +147,54 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to fill certain blocks of one pool of one incarnation of one engine, once."""
+    """The right to fill certain blocks of one pool of one incarnation of one engine, once.
 
+    Made by ``blocks.ticket()``, which returns it as a dict.
+    """
+
+    #: A random name of the ticket, and of its stream.
     id: str
+    #: The address at which the consumer's engine listens, ``host:port``.
     address: str
+    #: The name of the consumer's engine.
     engine: str
+    #: The incarnation of the consumer's engine.
     incarnation: str
+    #: The name of the consumer's pool, and of the region with its blocks.
     pool: str
+    #: The name of the region with the signal words of the pool.
     signals: str
+    #: The size of the consumer's pool in blocks.
     pool_blocks: int
+    #: The number of layers of the consumer's layout.
     layers: int
+    #: The block ids, in the order of the tokens.
     blocks: tuple[int, ...]
+    #: The index of the stream's row of words in the region `signals`.
     slot: int
+    #: The value of a word whose layer has landed.
     generation: int
+    #: The fingerprint of the consumer's layout.
     layout: str
 
     def body(self) -> dict[str, Any]:
-        """The ticket as a JSON-safe dict."""
+        """Return the ticket as a JSON-safe dict."""
         body: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {"version": VERSION, **body, "blocks": list(self.blocks)}
 
+    def digest(self) -> str:
+        """Return 32 hexadecimal digits that differ as soon as any field does.
+
+        They are the first 128 bits of the SHA-256 of the body as JSON in ASCII, with sorted keys and without spaces.
+        """
+        text = json.dumps(self.body(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
     @classmethod
     def parse(cls, body: Any) -> Ticket:
-        """Reads a ticket that came from somewhere.
+        """Read the dict of a ticket.
 
+        :param body: what ``blocks.ticket()`` returned, perhaps after a way through JSON.
         :raises TicketError: if it is malformed, or of another version of the protocol.
         """
         try:
@@ -161,6 +202,8 @@ class Ticket:
                 raise ProtocolError("a ticket is a dict")
             if _field(body, "version", int) != VERSION:
                 raise ProtocolError(f"its version is not the {VERSION} that this package speaks")
+            if unknown := body.keys() - _TICKET_FIELDS:
+                raise ProtocolError(f"a ticket has no field {min(map(repr, unknown))[:40]}")
             ticket = cls(
                 id=_field(body, "id", str),
                 address=_field(body, "address", str),
@@ -181,7 +224,8 @@ class Ticket:
         return ticket
 
     def _check(self) -> None:
-        # First, for the others are measured by it; and no message shows a number that Python may refuse to print.
+        # The number of blocks comes first, since the others are measured by it.  No message shows a number that Python may
+        # refuse to print.
         if not 0 < self.pool_blocks < POOL_BLOCKS:
             raise ProtocolError("'pool_blocks' is out of range")
         if not self.blocks or any(type(block) is not int for block in self.blocks):
@@ -194,51 +238,57 @@ class Ticket:
             raise ProtocolError("'slot' or 'generation' is out of range")
 
 
+_TICKET_FIELDS = {"version", *Ticket.__dataclass_fields__}
+
+
 @dataclass(frozen=True, slots=True)
 class Open:
     """Producer to consumer, request: this ticket is used now."""
 
     id: str
-    generation: int
+    digest: str
     pool: str
     layout: dict[str, Any]
 
     def body(self) -> dict[str, Any]:
-        return {"say": "open", "id": self.id, "generation": self.generation, "pool": self.pool, "layout": self.layout}
+        """Return the message as a JSON-safe dict."""
+        return {"say": "open", "id": self.id, "digest": self.digest, "pool": self.pool, "layout": self.layout}
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Producer to consumer, request: nothing of mine touches your blocks any more, and all layers landed, or not."""
+    """Producer to consumer, request: no transfer of the stream can touch the consumer's blocks any more."""
 
     id: str
     complete: bool
     reason: str
 
     def body(self) -> dict[str, Any]:
+        """Return the message as a JSON-safe dict."""
         return {"say": "end", "id": self.id, "complete": self.complete, "reason": self.reason[:REASON_CHARACTERS]}
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Consumer to producer, post: stop, and say `End` as soon as it is true."""
+    """Consumer to producer, post: stop, and send `End` as soon as it is true."""
 
     id: str
     reason: str
 
     def body(self) -> dict[str, Any]:
+        """Return the message as a JSON-safe dict."""
         return {"say": "abort", "id": self.id, "reason": self.reason[:REASON_CHARACTERS]}
 
 
 def parse(body: Mapping[str, Any]) -> Open | End | Abort:
-    """Reads a message.
+    """Read a message.
 
     :raises ProtocolError: if it is malformed.
     """
     say = _field(body, "say", str)
     if say == "open":
-        generation = _field(body, "generation", int)
-        return Open(_field(body, "id", str), generation, _field(body, "pool", str), _field(body, "layout", dict))
+        digest = _field(body, "digest", str)
+        return Open(_field(body, "id", str), digest, _field(body, "pool", str), _field(body, "layout", dict))
     if say == "end":
         return End(_field(body, "id", str), _field(body, "complete", bool), _reason(body))
     if say == "abort":
@@ -251,7 +301,7 @@ _Kind = TypeVar("_Kind")
 
 def _field(body: Mapping[str, Any], name: str, kind: type[_Kind]) -> _Kind:
     value = body.get(name)
-    if type(value) is not kind:  # not isinstance: True is no number here
+    if type(value) is not kind:  # isinstance would take True for a number
         raise ProtocolError(f"{name!r} must be of type {kind.__name__}, not {type(value).__name__}")
     return value
 

@@ -1,15 +1,18 @@
-"""The producer's side of a stream: layers leave as soon as they are ready, and the consumer says how it ended."""
+"""The producer's side of a stream: layers leave as soon as they are ready, and the consumer decides how it ended."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator
+import warnings
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.arguments import whole_number
+from ..engine.started import Started
+from ..engine.waiters import Waiters
 from ..errors import (
     ClosedError,
     HixlError,
@@ -22,60 +25,68 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..types import Ready
-from .blocks import Blocks, LayerBlocks
-from .flights import Flights
+from .blocks import LayerBlocks, lease_of
+from .context import PoolContext
+from .lease import Lease
 from .protocol import WORD, Abort, End, Open, Outcome, Ticket, Verdict, check_reason, service
 from .ready import predicate
-from .states import ProducerState
-from .waiting import Waiters
+from .sender import Sender
+from .states import Phase, ProducerState
 
 if TYPE_CHECKING:
-    from .. import Peer, RemoteRegion
-    from .pool import Pool
+    from ..engine.peer import Peer
+    from ..engine.region import RemoteRegion
 
-__all__ = ["PushStream"]
+__all__ = ["Producer", "PushStream"]
+
+#: The key of the producer's waiters.
+END = "end"
 
 
 class PushStream:
-    """The way of one request's layers into the consumer's blocks; an async context manager, or awaitable for itself.
+    """A stream of one request's layers into the consumer's blocks; an async context manager, or awaitable for itself.
 
     Made by ``pool.open_stream()``.  `push` is legal from any thread; everything else belongs to the engine's loop.
-    Leaving the context waits until all flights are drained and the consumer has acknowledged the outcome; leaving it by
+    Leaving the context waits until all transfers are drained and the consumer has acknowledged the outcome; leaving it by
     an exception, or before all layers were pushed, aborts the stream.
+
+    A stream that lacks layers, and to which the program does not refer any more, is aborted with a ResourceWarning.
     """
 
-    def __init__(self, pool: Pool, peer: Peer, ticket: Ticket, timeout: float) -> None:
-        self.ticket = ticket
-        self.peer = peer
-        self._pool = pool
-        self._loop = pool.engine.loop
-        self._loop_thread = threading.get_ident()
-        self._timeout = timeout
-        self._waiters = Waiters(self._loop)
-        self._cause: BaseException | None = None
-        self._conclusion: asyncio.Task[None] | None = None
-        self._begun = self._opened = False
-        self._stopped = self._drained = self._gave_up = False
-        # Shared with the threads that push.
-        self._lock = threading.Lock()
-        # Not as many layers as the ticket says: that is somebody's word until `_check_claims`.
-        self._state = ProducerState(pool.layout.layers)
-        self._flights = Flights(pool, ticket, self._state, self._lock, self._advance, self._fail)
+    def __init__(self, producer: Producer, pool: object) -> None:
+        self._producer = producer
+        self._pool = pool  # which stays open as long as the program can push from it
 
     def __repr__(self) -> str:
-        state = self._state
+        state = self._producer.state
         end = state.outcome.verdict.value if state.outcome else "stopping" if state.stopping is not None else "open"
         return f"<PushStream {state.pushed} of {state.layers} layers to {self.peer.name!r}, {end}>"
 
+    def __del__(self) -> None:
+        producer = self._producer
+        if producer.state.needs_pushes and producer.context.clean_up(
+            producer.stop, "the producer lost its stream without closing it"
+        ):
+            message = f"{self!r} was never closed; use 'async with pool.open_stream(...) as out'"
+            warnings.warn(message, ResourceWarning, source=self, stacklevel=2)
+
+    @property
+    def ticket(self) -> Ticket:
+        """The consumer's ticket."""
+        return self._producer.ticket
+
+    @property
+    def peer(self) -> Peer:
+        """The consumer."""
+        return self._producer.peer
+
     @property
     def outcome(self) -> Outcome | None:
-        """How the stream ended, or None while it has not."""
-        return self._state.outcome
-
-    # ---- the user's calls ----
+        """The way in which the stream ended, or None while it has not."""
+        return self._producer.state.outcome
 
     def push(self, layer: int, source: LayerBlocks, *, ready: Ready = None) -> None:
-        """Hands a layer over; returns at once, from any thread.
+        """Hand a layer over; returns at once, from any thread.
 
         Layers leave in the order of the calls, each when its mark says so.  The source blocks stay reserved until the
         stream is drained, even if their `Blocks` are closed meanwhile.
@@ -84,85 +95,176 @@ class PushStream:
         :param source: ``blocks[layer]`` of blocks of this stream's pool.  They may be fewer than the consumer's blocks,
             of which they fill the first ones.
         :param ready: None (now), an event with ``query()`` (a device event; one of torch's that was never recorded is not
-            ready) or ``is_set()``, or a callable that answers whether the layer may be read.  It is called on the loop,
+            ready) or ``is_set()``, or a callable that returns True once the layer may be read.  It is called on the loop,
             often, and must not block.
         :raises RangeError: if the layer does not exist, or there are more source blocks than the consumer has.
         :raises InvalidArgumentError: if the layer is no whole number or was pushed before, or `source` is not that layer
             of blocks of this pool.
         :raises StreamAbortedError: if the stream was aborted; likewise `PeerLostError` and `TransferTimeoutError`.
-        :raises ClosedError: if the stream, or the source blocks, are closed.
+        :raises ClosedError: if the stream was never opened, or the source blocks are closed.
         """
-        question, layer = predicate(ready), whole_number("layer", layer)
-        with self._lock:
-            if not self._opened:
-                raise ClosedError("the stream is not open: enter it with `async with`, or await it, before pushing")
-            self._state.check(layer)
-            wake = self._flights.add(layer, self._check_source(layer, source), question)
-            self._state.push(layer)
-        if threading.get_ident() == self._loop_thread:
-            self._flights.pump()
-        elif wake:
-            try:
-                self._loop.call_soon_threadsafe(self._flights.pump)
-            except RuntimeError as error:
-                raise ClosedError("the engine's event loop is closed") from error
+        self._producer.push(layer, source, ready)
 
-    async def abort(self, reason: str = "the producer aborted the stream") -> Outcome:
-        """Gives the stream up; no effect if it has ended.  Answers the outcome, which the consumer has acknowledged.
+    def abort(self, reason: str = "the producer aborted the stream") -> Coroutine[Any, Any, Outcome]:
+        """Give the stream up at the call; no effect if it has ended.
 
+        :param reason: text for the errors of both sides.
+        :return: an awaitable of the outcome, which the consumer has acknowledged.
         :raises InvalidArgumentError: if `reason` is no string.
+        :raises ClosedError: on awaiting, if the stream was never opened.
         """
         check_reason(reason)
-        self._stop(reason)
-        await self._ended()
-        assert self._state.outcome is not None
-        return self._state.outcome
+        self._producer.stop(reason)
+        return Started(self._producer.ended)
 
     async def finished(self) -> None:
-        """Waits until the stream has ended and is drained; returns if the consumer has all layers.
+        """Wait until the stream has ended and is drained; returns if the consumer has all layers.
 
         :raises StreamAbortedError: if either side aborted it.
         :raises TicketError: if it could not be opened.
         :raises PeerLostError: if the consumer was lost.
         :raises TransferTimeoutError: if draining, or the consumer's answer, took longer than the timeout.
+        :raises ClosedError: if the stream was never opened.
         """
-        await self._ended()
-        self._raise_failure()
+        await self._producer.ended()
+        self._producer.raise_failure()
 
-    async def aclose(self) -> None:
-        """Ends the stream: aborts it unless all layers were pushed, and waits like `finished`, but raises nothing."""
-        if self._begun:
-            self._close()
-            await self._ended()
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        """End the stream at the call: abort it unless all layers were pushed.  Idempotent.
+
+        :return: an awaitable that waits like `finished`, but raises nothing.
+        """
+        self._producer.close()
+        return Started(self._closed)
+
+    async def _closed(self) -> None:
+        if self._producer.state.phase is not Phase.NEW:
+            await self._producer.ended()
 
     def __await__(self) -> Generator[Any, None, PushStream]:
-        return self._open().__await__()
+        return self.__aenter__().__await__()
 
     async def __aenter__(self) -> PushStream:
-        return await self._open()
+        await self._producer.open()
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._stop(f"the producer failed: {type(error).__name__}: {error}")
-        self._close()
-        await self._ended()
+            self._producer.stop(f"the producer failed: {type(error).__name__}: {error}")
+        await self.aclose()
         if error is None:
-            self._raise_failure()
+            self._producer.raise_failure()
+
+
+class OutgoingStreams(Protocol):
+    """The streams of a pool that its peers' messages can find."""
+
+    def add_outgoing(self, producer: Producer) -> None: ...
+    def forget_outgoing(self, producer: Producer) -> None: ...
+
+
+class Producer:
+    """The producer's end of one stream, from its opening until nothing of it is in flight any more.
+
+    It works for as long as that takes, even if the program has lost its `PushStream`.
+
+    :param context: of the producer's pool.
+    :param peer: the consumer.
+    :param ticket: the consumer's ticket.
+    :param timeout: seconds for opening, and for the end.
+    :param streams: where the stream is known while it may get messages.
+    """
+
+    def __init__(
+        self, context: PoolContext, peer: Peer, ticket: Ticket, timeout: float, streams: OutgoingStreams
+    ) -> None:
+        self.context = context
+        self.peer = peer
+        self.ticket = ticket
+        # Not as many layers as the ticket says, which is not known to be true until `_check_claims`.
+        self.state = ProducerState(context.layout.layers)
+        self._streams = streams
+        self._loop = context.loop
+        self._loop_thread = threading.get_ident()
+        self._timeout = timeout
+        self._waiters = Waiters(self._loop)
+        self._cause: BaseException | None = None
+        self._lock = threading.Lock()  # guards what is shared with the threads that push
+        self._sender = Sender(context, ticket, self.state, self._lock, self._advance, self._fail)
+
+    # ---- what the program asks ----
+
+    def push(self, layer: int, source: LayerBlocks, ready: Ready) -> None:
+        """See `PushStream.push`."""
+        question, layer = predicate(ready), whole_number("layer", layer)
+        with self._lock:
+            self.state.check(layer)
+            wake = self._sender.add(layer, self._check_source(layer, source), question)
+            self.state.push(layer)
+        if threading.get_ident() == self._loop_thread:
+            self._sender.pump()
+        elif wake:
+            try:
+                self._loop.call_soon_threadsafe(self._sender.pump)
+            except RuntimeError as error:
+                raise ClosedError("the engine's event loop is closed") from error
+
+    def _check_source(self, layer: int, source: LayerBlocks) -> Lease:
+        if not isinstance(source, LayerBlocks):
+            raise InvalidArgumentError(
+                f"source must be blocks[{layer}] of reserved blocks, not {type(source).__name__}"
+            )
+        if source.layer != layer:
+            raise InvalidArgumentError(f"layer {layer} was pushed from the blocks of layer {source.layer}")
+        lease, ours = lease_of(source), self.context
+        if lease.context is not ours:
+            raise InvalidArgumentError(
+                f"the source blocks belong to pool {lease.context.name!r}, the stream to pool {ours.name!r}"
+            )
+        if len(lease.ids) > len(self.ticket.blocks):
+            raise RangeError(f"{len(lease.ids)} source blocks do not fit into the consumer's {len(self.ticket.blocks)}")
+        return lease
+
+    def stop(self, reason: str) -> None:
+        """Give the stream up, if it has not ended."""
+        self._change(self.state.stop, reason)
+
+    def close(self) -> None:
+        """Take no more pushes; gives the stream up unless all layers were pushed."""
+        if self.state.phase is not Phase.NEW:
+            self._change(self.state.close)
+
+    async def ended(self) -> Outcome:
+        """Wait until the stream has ended and is drained, or until that has taken too long.
+
+        :raises ClosedError: if the stream was never opened.
+        """
+        if self.state.phase is Phase.NEW:
+            raise ClosedError("the stream was never opened")
+        while not self.state.settled:
+            await self._waiters.wait(END)
+        assert self.state.outcome is not None
+        return self.state.outcome
+
+    def raise_failure(self) -> None:
+        """Raise the error of the outcome, if the stream has failed."""
+        assert self.state.outcome is not None
+        if (error := self.state.outcome.error(self.peer)) is not None:
+            raise error from self._cause
 
     # ---- opening ----
 
-    async def _open(self) -> PushStream:
-        if self._begun:
-            raise ClosedError("a stream is opened once")
-        self._begun = True
-        # Known here before the consumer knows: its abort may be on the way before our request has returned.
-        self._pool._check_usable()
-        self._pool._exchange.add_outgoing(self)
-        self.peer.add_lost_callback(self._on_lost)
+    async def open(self) -> None:
+        """Ask the consumer; see ``Pool.open_stream`` for what it raises."""
+        self.context.check_usable()
+        self.state.begin()
         granted = False
         try:
+            # Before the consumer is asked, since its abort may arrive before its reply has been read.
+            self._streams.add_outgoing(self)
+            self.peer.add_lost_callback(self._on_lost)
             async with asyncio.timeout(self._timeout):
                 granted = True  # perhaps: once the request has left, its fate is unknown until it is answered
                 try:
@@ -173,44 +275,40 @@ class PushStream:
                 remote = await self.peer.region(self.ticket.pool)
                 signals = await self.peer.region(self.ticket.signals)
                 self._check_claims(remote, signals)
-                self._flights.remote, self._flights.signals = remote, signals
+                self._sender.aim(remote, signals)
         except BaseException as error:
             if granted:
-                # Follows the request on the same connection, so that it is right in either case.
+                # It follows the request on the same connection, so that it is right in either case.
                 with suppress(HixlError):
                     end = End(self.ticket.id, False, f"the producer could not open the stream: {type(error).__name__}")
                     self.peer.post(service(self.ticket.pool), end.body())
-            with self._lock:
-                self._state.answer(Outcome(Verdict.VOID, f"the stream could not be opened: {error}"))
-            self._drained = True
-            self._forget()
-            self._advance()
+            self._change(self.state.answer, Outcome(Verdict.VOID, f"the stream could not be opened: {error}"))
+            self._finish()
             if isinstance(error, TimeoutError) and not isinstance(error, HixlError):
                 message = f"the stream did not open within {self._timeout:g} s"
                 raise WaitTimeoutError(message, peer=self.peer.name) from None
             raise
-        self._opened = True
-        if self._state.concluding:  # aborted meanwhile
+        self.state.open()
+        if self.state.concluding:  # aborted meanwhile
             self._advance()
-            await self._ended()
-            self._raise_failure()
-        return self
+            await self.ended()
+            self.raise_failure()
 
     async def _ask(self) -> None:
-        message = Open(self.ticket.id, self.ticket.generation, self._pool.name, self._pool.layout.fields())
+        message = Open(self.ticket.id, self.ticket.digest(), self.context.name, self.context.layout.fields())
         try:
             await self.peer.request(service(self.ticket.pool), message.body(), timeout=self._timeout)
-        except InvalidArgumentError:  # nobody serves that name
+        except InvalidArgumentError:  # the peer serves no such name
             raise TicketError("the pool of this ticket is closed", peer=self.peer.name) from None
 
     def _check_claims(self, remote: RemoteRegion, signals: RemoteRegion) -> None:
-        if self.ticket.layers != self._pool.layout.layers:
+        layout, ticket = self.context.layout, self.ticket
+        if ticket.layers != layout.layers:
             raise TicketError(
-                f"the ticket speaks of {self.ticket.layers} layers, but the layout has {self._pool.layout.layers}",
-                peer=self.peer.name,
+                f"the ticket speaks of {ticket.layers} layers, but the layout has {layout.layers}", peer=self.peer.name
             )
-        pool_bytes = self._pool.layout.pool_bytes(self.ticket.pool_blocks)
-        signal_bytes = self.ticket.pool_blocks * self.ticket.layers * WORD
+        pool_bytes = layout.pool_bytes(ticket.pool_blocks)
+        signal_bytes = ticket.pool_blocks * ticket.layers * WORD
         if remote.size != pool_bytes or signals.size != signal_bytes:
             raise TicketError(
                 f"the ticket speaks of {pool_bytes} and {signal_bytes} bytes, but the regions {remote.name!r} "
@@ -218,120 +316,74 @@ class PushStream:
                 peer=self.peer.name,
             )
 
-    def _check_source(self, layer: int, source: LayerBlocks) -> Blocks:
-        if not isinstance(source, LayerBlocks):
-            raise InvalidArgumentError(
-                f"source must be blocks[{layer}] of reserved blocks, not {type(source).__name__}"
-            )
-        if source.layer != layer:
-            raise InvalidArgumentError(f"layer {layer} was pushed from the blocks of layer {source.layer}")
-        if source.blocks.pool is not self._pool:
-            raise InvalidArgumentError(
-                f"the source blocks belong to pool {source.blocks.pool.name!r}, the stream to pool {self._pool.name!r}"
-            )
-        if len(source.blocks.ids) > len(self.ticket.blocks):
-            raise RangeError(
-                f"{len(source.blocks.ids)} source blocks do not fit into the consumer's {len(self.ticket.blocks)}"
-            )
-        return source.blocks
-
     # ---- events ----
 
-    def _on_abort(self, peer: Peer, message: Abort) -> None:
+    def on_abort(self, peer: Peer, message: Abort) -> None:
+        """Take the consumer's message that it gave up."""
         if peer is self.peer:
-            with self._lock:
-                self._state.abort(message.reason)
-            self._advance()
+            self._change(self.state.abort, message.reason)
 
     def _on_lost(self, error: BaseException) -> None:
-        with self._lock:
-            self._state.lose(str(error))
         self._cause = self._cause or error
-        self._advance()
+        self._change(self.state.lose, str(error))
 
     def _fail(self, reason: str, cause: BaseException | None) -> None:
         self._cause = self._cause or cause
-        self._stop(reason)
+        self.stop(reason)
 
-    def _stop(self, reason: str) -> None:
+    def _change(self, change: Callable[..., bool], *arguments: Any) -> None:
+        """Change the state, and draw the consequences."""
         with self._lock:
-            self._state.stop(reason)
+            stopped = change(*arguments)
+        if stopped:
+            self._sender.cancel()
         self._advance()
 
-    def _close(self) -> None:
-        pushed, layers = self._state.pushed, self._state.layers
-        if pushed < layers:
-            self._stop(f"the producer closed the stream after {pushed} of {layers} layers")
-        with self._lock:
-            self._state.closed = True
+    def _advance(self) -> None:
+        if self.state.conclude():
+            self.context.spawn(self._conclude())
+        if self.state.settled:
+            self._waiters.wake(END)
 
     # ---- the end ----
 
-    def _advance(self) -> None:
-        """Draws the consequences of the state; idempotent."""
-        state = self._state
-        if state.stopping is not None and not self._stopped:
-            self._stopped = True
-            self._flights.cancel()
-        # While opening, `_open` itself comes here once the consumer has answered.
-        if state.concluding and self._conclusion is None and self._opened:
-            self._conclusion = self._pool._spawn(self._conclude())
-        if state.outcome is not None:
-            self._waiters.wake_all()
-
     async def _conclude(self) -> None:
-        """Waits until nothing flies, then tells the consumer, which says how the stream ended."""
+        """Wait until nothing is in flight, then ask the consumer for the outcome."""
         patience = self._loop.call_later(self._timeout, self._give_up)
         try:
-            await self._flights.drained()
-            if self._state.outcome is None or self._state.outcome.verdict is not Verdict.LOST:
+            await self._sender.drained()
+            if self.state.outcome is None or self.state.outcome.verdict is not Verdict.LOST:
                 await self._say_end()
         finally:
             patience.cancel()
-            if self._state.outcome is None:  # the pool waits no longer
+            if self.state.outcome is None:  # the pool waits no longer
                 self._give_up()
-            self._drained = True
-            self._forget()
-            self._advance()
+            self._finish()
 
     async def _say_end(self) -> None:
-        name, body = service(self.ticket.pool), self._state.end(self.ticket.id).body()
+        name, body = service(self.ticket.pool), self.state.end(self.ticket.id).body()
         try:
-            if self._state.outcome is not None:  # the consumer's decision, or ours not to wait for it
+            if self.state.outcome is not None:  # the consumer gave up, or this side waits no longer
                 self.peer.post(name, body)
                 return
             answer = Outcome.parse(await self.peer.request(name, body, timeout=self._timeout))
         except (PeerDownError, ClosedError) as error:
             self._on_lost(error)
         except (ProtocolError, StreamError) as error:
-            self._conclude_by(Outcome(Verdict.ABORTED, f"the consumer did not accept the end of the stream: {error}"))
+            reason = f"the consumer did not accept the end of the stream: {error}"
+            self._change(self.state.answer, Outcome(Verdict.ABORTED, reason))
         except (TimeoutError, HixlError):
             self._give_up()
         else:
-            self._conclude_by(answer)
-
-    def _conclude_by(self, outcome: Outcome) -> None:
-        with self._lock:
-            self._state.answer(outcome)
+            self._change(self.state.answer, answer)
 
     def _give_up(self) -> None:
-        self._gave_up = True
-        what = "the flights were not drained" if not self._state.drained else "the consumer did not acknowledge the end"
-        with self._lock:
-            self._state.give_up(f"{what} within {self._timeout:g} s")
-        self._advance()
+        drained = self.state.drained
+        what = "the consumer did not acknowledge the end" if drained else "the transfers were not drained"
+        self._change(self.state.give_up, f"{what} within {self._timeout:g} s")
 
-    async def _ended(self) -> None:
-        if not self._begun:
-            raise ClosedError("the stream was never opened")
-        while self._state.outcome is None or not (self._drained or self._gave_up):
-            await self._waiters.wait("end")
-
-    def _raise_failure(self) -> None:
-        assert self._state.outcome is not None
-        if (error := self._state.outcome.error(self.peer)) is not None:
-            raise error from self._cause
-
-    def _forget(self) -> None:
+    def _finish(self) -> None:
         self.peer.remove_lost_callback(self._on_lost)
-        self._pool._exchange.forget_outgoing(self)
+        self._streams.forget_outgoing(self)
+        self.state.finish()
+        self._advance()

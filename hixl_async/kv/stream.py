@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..engine.arguments import whole_number
+from ..engine.started import Started
+from ..engine.waiters import Waiters
 from ..errors import BusyError, ClosedError, HixlError, RangeError, TicketError
+from .lease import Lease
 from .protocol import Abort, End, Open, Outcome, Ticket, Verdict, check_reason, service
 from .states import ConsumerState
-from .waiting import Waiters
 
 if TYPE_CHECKING:
-    from .. import Peer
-    from .blocks import Blocks
-    from .pool import Pool
+    from ..engine.peer import Peer
 
-__all__ = ["LayerStream"]
+__all__ = ["Consumer", "LayerStream"]
 
-#: What one waits for, beside a layer's number.
+#: Keys of the consumer's waiters, beside the indices of layers.
 ANY_LAYER, OUTCOME, FENCE, END = "any layer", "outcome", "fence", "end"
 
 
@@ -31,18 +31,151 @@ class LayerStream:
     those that come late.
     """
 
+    def __init__(self, consumer: Consumer, blocks: object) -> None:
+        self._consumer = consumer
+        self._blocks = blocks  # which stay reserved as long as the program can read their layers
+
+    def __repr__(self) -> str:
+        state, layers = self._consumer.state, self.ticket.layers
+        end = state.outcome.verdict.value if state.outcome else "open" if state.opened else "waiting for its producer"
+        return f"<LayerStream {len(state.landed)} of {layers} layers, {end}>"
+
+    @property
+    def ticket(self) -> Ticket:
+        """The ticket that the producer needs; ``blocks.ticket()`` gives it as a dict."""
+        return self._consumer.ticket
+
+    @property
+    def landed(self) -> tuple[int, ...]:
+        """The layers that are here, in the order in which they came."""
+        return tuple(self._consumer.state.landed)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The way in which the stream ended, or None while it has not."""
+        return self._consumer.state.outcome
+
+    def check(self, layer: int) -> None:
+        """Return if the layer is here: the guard to put before a read of its memory.
+
+        :param layer: index of the layer.
+        :raises BusyError: if the layer has not landed yet.
+        :raises RangeError: if there is no such layer.
+        :raises InvalidArgumentError: if it is no whole number.
+        """
+        if not self._consumer.has(whole_number("layer", layer)):
+            self._consumer.raise_failure()
+            raise BusyError(f"layer {layer} has not landed yet; await stream.layer({layer}) before reading its blocks")
+
+    async def layer(self, layer: int) -> None:
+        """Wait until the layer is here; returns at once if it is, even if the stream has failed since.
+
+        :param layer: index of the layer.
+        :raises StreamAbortedError: if either side aborted the stream before.
+        :raises PeerLostError: if the producer was lost before.
+        :raises TransferTimeoutError: if no layer came for the stall time, or the timeout passed, after a producer had
+            opened the ticket.
+        :raises LayoutMismatchError: if a producer with another layout used the ticket.
+        :raises TicketError: if the stream ended before a producer opened its ticket, for example because the ticket
+            expired, or if a producer used a ticket that differs from the one that was issued.
+        :raises RangeError: if there is no such layer.
+        :raises InvalidArgumentError: if it is no whole number.
+        """
+        layer = whole_number("layer", layer)
+        while not self._consumer.has(layer):
+            self._consumer.raise_failure()
+            await self._consumer.waiters.wait(layer)
+
+    def __aiter__(self) -> AsyncIterator[int]:
+        """Return the layers in the order in which they land, each once; raises like `layer` as soon as the stream fails."""
+        return _Landings(self)
+
+    async def finished(self) -> None:
+        """Wait for the end of the stream; returns if all layers are here, else raises like `layer`."""
+        while self.outcome is None:
+            await self._consumer.waiters.wait(OUTCOME)
+        self._consumer.raise_failure()
+
+    def abort(self, reason: str = "the consumer aborted the stream") -> Coroutine[Any, Any, Outcome]:
+        """Give the stream up at the call; no effect if it has ended.
+
+        The producer stops pushing and reports when nothing of it can write the blocks any more: that is
+        ``blocks.fenced()``.
+
+        :param reason: text for the errors of both sides.
+        :return: an awaitable of the outcome.
+        :raises InvalidArgumentError: if `reason` is no string.
+        """
+        check_reason(reason)
+        self._consumer.leave(reason)
+        return Started(self._known_outcome)
+
+    async def _known_outcome(self) -> Outcome:
+        assert self.outcome is not None
+        return self.outcome
+
+    async def fenced(self) -> None:
+        """Wait until no peer can write the blocks any more, whatever the outcome; that may never come.
+
+        :raises ClosedError: if the pool is closed before.
+        """
+        await self._consumer.fenced()
+
+
+class _Landings(AsyncIterator[int]):
+    """One walk over a stream's layers.  Not a generator, which a cancelled ``anext`` would end."""
+
+    __slots__ = ("_position", "_stream")
+
+    def __init__(self, stream: LayerStream) -> None:
+        self._stream = stream
+        self._position = 0
+
+    async def __anext__(self) -> int:
+        consumer = self._stream._consumer
+        if self._position == consumer.ticket.layers:
+            raise StopAsyncIteration
+        consumer.raise_failure()
+        landed = consumer.state.landed
+        while self._position >= len(landed):
+            await consumer.waiters.wait(ANY_LAYER)
+            consumer.raise_failure()
+        self._position += 1
+        return landed[self._position - 1]
+
+
+class Consumer:
+    """The consumer's end of one stream, from the ticket until its producer can write nothing any more.
+
+    It works for as long as that takes, even if the program has lost the blocks and their `LayerStream`.
+
+    :param lease: the blocks to be filled.
+    :param ticket: the ticket that was issued for them.
+    :param words: one 64-bit word per layer, in memory that the producer writes: equal to the ticket's generation once
+        the layer is there.
+    :param ttl: seconds within which the producer has to open the ticket.
+    :param stall: seconds without a new layer after which the stream fails.
+    :param timeout: seconds from now after which the stream fails, or None.
+    :param forget: called when no more messages of the producer are to be expected.
+    """
+
     def __init__(
-        self, blocks: Blocks, ticket: Ticket, words: memoryview, ttl: float, stall: float, timeout: float | None
-    ):
-        pool = blocks.pool
+        self,
+        lease: Lease,
+        ticket: Ticket,
+        words: memoryview,
+        ttl: float,
+        stall: float,
+        timeout: float | None,
+        forget: Callable[[Consumer], None],
+    ) -> None:
         self.ticket = ticket
-        self._blocks = blocks
-        self._pool: Pool = pool
-        self._loop = pool.engine.loop
-        self._waiters = Waiters(self._loop)
-        self._state = ConsumerState(ticket.layers)
-        # One 64-bit word per layer, in memory that the producer writes: equal to our generation once the layer is
-        # there.
+        self.state = ConsumerState(ticket.layers)
+        self._lease = lease
+        self._context = lease.context
+        self._loop = lease.context.loop
+        self._forget = forget
+        self.waiters = Waiters(self._loop)
         self._words = words
         self._seen = b""
         self._peer: Peer | None = None
@@ -58,109 +191,65 @@ class LayerStream:
             missed = Outcome(Verdict.TIMEOUT, f"the stream did not finish within its timeout of {timeout:g} s")
             self._timeout_timer = self._loop.call_later(timeout, self._end_by, missed)
 
-    def __repr__(self) -> str:
-        state = self._state
-        end = state.outcome.verdict.value if state.outcome else "open" if state.opened else "waiting for its producer"
-        return f"<LayerStream {len(state.landed)} of {self.ticket.layers} layers, {end}>"
+    # ---- what the program asks ----
 
-    @property
-    def landed(self) -> tuple[int, ...]:
-        """The layers that are here, in the order in which they came."""
-        return tuple(self._state.landed)
+    def has(self, layer: int) -> bool:
+        """Return True if the layer is here.
 
-    @property
-    def outcome(self) -> Outcome | None:
-        """How the stream ended, or None while it has not."""
-        return self._state.outcome
-
-    def check(self, layer: int) -> None:
-        """Returns if the layer is here: the guard to put before a read of its memory.
-
-        :raises BusyError: if the layer has not landed yet.
         :raises RangeError: if there is no such layer.
-        :raises InvalidArgumentError: if it is no whole number.
         """
-        if not self._known(whole_number("layer", layer)):
-            self._raise_failure()
-            raise BusyError(f"layer {layer} has not landed yet; await stream.layer({layer}) before reading its blocks")
+        if not 0 <= layer < self.ticket.layers:
+            raise RangeError(f"layer {layer} does not exist: the stream has layers 0 to {self.ticket.layers - 1}")
+        return self.state.is_landed(layer)
 
-    async def layer(self, layer: int) -> None:
-        """Waits until the layer is here; returns at once if it is, even if the stream has failed since.
+    def raise_failure(self) -> None:
+        """Raise the error of the outcome, if the stream has failed."""
+        outcome = self.state.outcome
+        if outcome is not None and (error := outcome.error(self._peer)) is not None:
+            raise error
 
-        :raises StreamAbortedError: if either side aborted the stream before.
-        :raises PeerLostError: if the producer was lost before.
-        :raises TransferTimeoutError: if no layer came for the stall time, or the timeout passed, after a producer had
-            opened the ticket.
-        :raises TicketError: if the stream ended before a producer opened the ticket, or the ticket expired.
-        :raises LayoutMismatchError: if a producer with another layout used the ticket.
-        :raises RangeError: if there is no such layer.
-        :raises InvalidArgumentError: if it is no whole number.
-        """
-        layer = whole_number("layer", layer)
-        while not self._known(layer):
-            self._raise_failure()
-            await self._waiters.wait(layer)
-
-    def __aiter__(self) -> AsyncIterator[int]:
-        """Layers in the order in which they land, each once; raises like `layer` as soon as the stream fails."""
-        return _Landings(self)
-
-    async def finished(self) -> None:
-        """Waits for the end of the stream; returns if all layers are here, else raises like `layer`."""
-        while self._state.outcome is None:
-            await self._waiters.wait(OUTCOME)
-        self._raise_failure()
-
-    async def abort(self, reason: str = "the consumer aborted the stream") -> Outcome:
-        """Gives the stream up; no effect if it has ended.  Answers the outcome.
-
-        The producer stops pushing and tells us when nothing of it can write the blocks any more: that is
-        ``blocks.fenced()``.
-
-        :raises InvalidArgumentError: if `reason` is no string.
-        """
-        check_reason(reason)
+    def leave(self, reason: str) -> None:
+        """Abort the stream, if it has not ended."""
         self._end_by(Outcome(Verdict.ABORTED, reason))
-        assert self._state.outcome is not None
-        return self._state.outcome
 
     async def fenced(self) -> None:
-        """Waits until no peer can write the blocks any more, whatever the outcome; it may never come.
+        """Wait until no peer can write the blocks any more.
 
         :raises ClosedError: if the pool is closed before.
         """
-        while not self._state.fenced:
-            if self._state.ended and self._pool.closed:
+        while not self.state.fenced:
+            if self.state.ended and self._context.closed:
                 raise ClosedError("the pool was closed before the producer could no longer write the blocks")
-            await self._waiters.wait(FENCE)
+            await self.waiters.wait(FENCE)
 
-    async def _ended(self) -> None:
-        """Waits until the producer has nothing more to say."""
-        while not self._state.ended:
-            await self._waiters.wait(END)
+    async def ended(self) -> None:
+        """Wait until no more messages of the producer are to be expected."""
+        while not self.state.ended:
+            await self.waiters.wait(END)
 
-    def _cut(self) -> None:
-        """The pool waits for the producer no longer."""
-        self._state.ended = True
+    def cut(self) -> None:
+        """Expect no more messages of the producer: the pool waits no longer."""
+        self.state.ended = True
         self._settle()
-        self._waiters.wake(FENCE)
+        self.waiters.wake(FENCE)
 
-    # ---- what the pool forwards from the producer ----
+    # ---- messages of the producer ----
 
-    def _open(self, peer: Peer, message: Open, mismatch: str | None) -> None:
-        if message.generation != self.ticket.generation:
-            raise TicketError("this ticket was issued for an earlier use of its blocks")
-        self._state.open()
+    def on_open(self, peer: Peer, message: Open, mismatch: str | None) -> None:
+        """Accept the opening of a producer that uses the ticket.
+
+        :param mismatch: the text of the error, if the layouts differ.
+        :raises TicketError: if the ticket was used before, is void, or was changed on its way.
+        :raises LayoutMismatchError: if the layouts differ.
+        """
+        self.state.open()
+        if message.digest != self.ticket.digest():
+            changed = "the producer's ticket is not the one that was issued: a field was changed on the way"
+            self._refuse(Outcome(Verdict.INVALID_TICKET, changed))
         if mismatch is not None:
-            refused = Outcome(Verdict.REFUSED, mismatch)
-            self._state.stop(refused)
-            self._state.end(False, mismatch)  # nothing was written, and nothing will be
-            self._settle()
-            failure = refused.error()
-            assert failure is not None
-            raise failure
+            self._refuse(Outcome(Verdict.REFUSED, mismatch))
         self._peer, self._producer_pool = peer, message.pool
-        self._blocks._hold()
+        self._lease.hold()
         self._held = True
         self._idle_timer.cancel()
         self._news_at = self._loop.time()
@@ -168,10 +257,23 @@ class LayerStream:
         peer.add_signal_callback(self._scan)
         peer.add_lost_callback(self._on_lost)
 
-    def _end(self, peer: Peer, message: End) -> Outcome:
+    def _refuse(self, outcome: Outcome) -> NoReturn:
+        self.state.stop(outcome)
+        self.state.end(False, outcome.reason)  # nothing was written, and nothing will be
+        self._settle()
+        failure = outcome.error()
+        assert failure is not None
+        raise failure
+
+    def on_end(self, peer: Peer, message: End) -> Outcome:
+        """Take the producer's last message.
+
+        :return: the outcome, which is the reply.
+        :raises TicketError: if another peer opened the stream.
+        """
         if peer is not self._peer:
             raise TicketError("this stream belongs to another peer")
-        outcome, news = self._state.end(message.complete, message.reason)
+        outcome, news = self.state.end(message.complete, message.reason)
         self._announce(news)
         self._settle()
         return outcome
@@ -179,8 +281,8 @@ class LayerStream:
     # ---- events ----
 
     def _scan(self) -> None:
-        """Some words of ours may have changed."""
-        if self._state.outcome is not None:
+        """Look at the words, some of which may have changed."""
+        if self.state.outcome is not None:
             return
         seen = self._words.tobytes()
         if seen == self._seen:
@@ -188,44 +290,41 @@ class LayerStream:
         self._seen = seen
         generation = self.ticket.generation
         self._announce(
-            self._state.land(layer for layer, word in enumerate(memoryview(seen).cast("Q")) if word == generation)
+            self.state.land(layer for layer, word in enumerate(memoryview(seen).cast("Q")) if word == generation)
         )
         self._settle()
 
     def _on_lost(self, error: BaseException) -> None:
         self._scan()  # what landed before the loss has landed
         dead = bool(getattr(error, "confirmed_dead", False))
-        self._state.lose(str(error), dead)
-        if not self._state.fenced:
-            self._pool._spawn(self._watch_fence())
+        self.state.lose(str(error), dead)
+        if not self.state.fenced:
+            self._context.spawn(self._watch_fence())
         self._settle()
 
     async def _watch_fence(self) -> None:
         assert self._peer is not None
-        # If the engine closes first the blocks stay in quarantine until the pool is closed.
+        # If the engine closes first, the blocks stay in quarantine until the pool is closed.
         with suppress(HixlError):
             try:
                 await self._peer.fenced()
-                self._state.fence()
+                self.state.fence()
                 self._settle()
             finally:
-                self._waiters.wake(FENCE)
+                self.waiters.wake(FENCE)
 
     def _check_stall(self) -> None:
         self._scan()  # this timer may be late, and the words newer than it
         rest = self._news_at + self._stall - self._loop.time()
-        if self._state.outcome is None and rest > 0:
+        if self.state.outcome is None and rest > 0:
             self._idle_timer = self._loop.call_later(rest, self._check_stall)
         else:
             self._end_by(Outcome(Verdict.TIMEOUT, f"no new layer for {self._stall:g} s"))
 
-    def _leave(self, reason: str) -> None:
-        self._end_by(Outcome(Verdict.ABORTED, reason))
-
     def _end_by(self, outcome: Outcome) -> None:
-        """Ends the stream from our side, if it has not ended."""
+        """End the stream from this side, if it has not ended."""
         self._scan()
-        if self._state.stop(outcome) and self._peer is not None:
+        if self.state.stop(outcome) and self._peer is not None:
             with suppress(HixlError):  # the peer is lost: its callback comes
                 self._peer.post(service(self._producer_pool), Abort(self.ticket.id, outcome.reason).body())
         self._settle()
@@ -233,11 +332,11 @@ class LayerStream:
     def _announce(self, news: list[int]) -> None:
         if news:
             self._news_at = self._loop.time()
-            self._waiters.wake(ANY_LAYER, *news)
+            self.waiters.wake(ANY_LAYER, *news)
 
     def _settle(self) -> None:
-        """Draws the consequences of the state; idempotent."""
-        state = self._state
+        """Draw the consequences of the state; idempotent."""
+        state = self.state
         if state.outcome is not None and not self._over:
             self._over = True
             self._words.release()
@@ -246,48 +345,14 @@ class LayerStream:
                 self._timeout_timer.cancel()
             if self._peer is not None:
                 self._peer.remove_signal_callback(self._scan)
-            self._waiters.wake_all()
+            self.waiters.wake_all()
         if state.fenced:
-            self._waiters.wake(FENCE)
+            self.waiters.wake(FENCE)
             if self._held:
                 self._held = False
-                self._blocks._unhold()
+                self._lease.unhold()
         if state.ended:
             if self._peer is not None:
                 self._peer.remove_lost_callback(self._on_lost)
-            self._pool._exchange.forget_incoming(self)
-            self._waiters.wake(END)
-
-    # ---- small helpers ----
-
-    def _known(self, layer: int) -> bool:
-        if not 0 <= layer < self.ticket.layers:
-            raise RangeError(f"layer {layer} does not exist: the stream has layers 0 to {self.ticket.layers - 1}")
-        return self._state.is_landed(layer)
-
-    def _raise_failure(self) -> None:
-        outcome = self._state.outcome
-        if outcome is not None and (error := outcome.error(self._peer)) is not None:
-            raise error
-
-
-class _Landings(AsyncIterator[int]):
-    """One walk over a stream's layers.  Not a generator, which a cancelled ``anext`` would end."""
-
-    __slots__ = ("_position", "_stream")
-
-    def __init__(self, stream: LayerStream) -> None:
-        self._stream = stream
-        self._position = 0
-
-    async def __anext__(self) -> int:
-        stream = self._stream
-        if self._position == stream.ticket.layers:
-            raise StopAsyncIteration
-        stream._raise_failure()
-        landed = stream._state.landed
-        while self._position >= len(landed):
-            await stream._waiters.wait(ANY_LAYER)
-            stream._raise_failure()
-        self._position += 1
-        return landed[self._position - 1]
+            self._forget(self)
+            self.waiters.wake(END)

@@ -73,7 +73,7 @@ class FaultCounts(NamedTuple):
 
 
 class _Rule(ctypes.Structure):
-    """``faulty_rule`` of drivers/faulty/faulty.h."""
+    """``faulty_rule`` of drivers/faulty/control.h."""
 
     _fields_ = (
         ("kind", ctypes.c_uint32),
@@ -95,7 +95,7 @@ class _Rule(ctypes.Structure):
 
 
 class _Block(ctypes.Structure):
-    """``faulty_block`` of drivers/faulty/faulty.h: what plan and driver share."""
+    """``faulty_block`` of drivers/faulty/control.h: what plan and driver share."""
 
     _fields_ = (
         ("version", ctypes.c_uint32),
@@ -115,7 +115,7 @@ _Command = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uin
 
 
 class _Saying(ctypes.Structure):
-    """``faulty_saying`` of drivers/faulty/faulty.h."""
+    """``faulty_message`` of drivers/faulty/control.h."""
 
     _fields_ = (("data", ctypes.c_char_p), ("len", ctypes.c_uint32))
 

@@ -468,15 +468,15 @@ async def attack_and_forward(engine: Engine, address: str) -> int:
     return await forward(intruder)
 
 
-async def claim_a_pid(engine: Engine, address: str, pid: int, token_at: int, token: int, target: int) -> str:
-    """A link card in another process's name, with that process's token, then a "region" in that process's memory."""
+async def claim_a_pid(engine: Engine, address: str, pid: int, target: int) -> str:
+    """Links in the name of another process, then offers a "region" in the memory of that process."""
     actor = await Puppet.dial(address, name="hostile: pid")
     _kept.append(actor)
     actor.start()
     offer = await actor.hear("link")
     link = actor.link = ShmEnd(offer.fds)
     actor._fds.clear()
-    actor.say("link", driver="shm", card=text(link_card(65536, pid=pid, token=token, token_at=token_at)), fds=link.fds)
+    actor.say("link", driver="shm", card=text(link_card(65536, own_pid=pid)), fds=link.fds)
     await actor.hear("ready")
     actor.say("ready")
     actor.say("region.up", id=1, name="stolen", size=64, access=3)

@@ -26,6 +26,12 @@ def resolver_threads() -> None:
         loop.close()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Run tests that look for stalls when no other test runs."""
+    if "stalls" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.serial)
+
+
 @pytest_asyncio.fixture
 async def listen() -> AsyncIterator[HostFactory]:
     """``await listen(...)`` starts a `Host`, which is closed in the end; no task may be left then."""

@@ -30,6 +30,9 @@ from hixl_async.errors import (
 from .machines import ELSEWHERE, HERE, PATH, credentials, dialler, listener, perform
 from .sides import SECRET, identity
 
+#: Without the random part, so that the ids of tests are the same in every process.
+IDENTITY = identity()._asdict() | {"incarnation": "0" * 32}
+
 
 class TestSucceeds:
     @pytest.mark.parametrize("secret", [None, SECRET])
@@ -244,17 +247,17 @@ class TestRefuses:
         [
             {"identity": None},
             {"identity": {}},
-            {"identity": {**identity()._asdict(), "more": 1}},
-            {"identity": {**identity()._asdict(), "name": ""}},
-            {"identity": {**identity()._asdict(), "name": "x" * 129}},
-            {"identity": {**identity()._asdict(), "name": "a\nb"}},
-            {"identity": {**identity()._asdict(), "name": 5}},
-            {"identity": {**identity()._asdict(), "domain": "\x1b[31m"}},
-            {"identity": {**identity()._asdict(), "incarnation": "x"}},
-            {"identity": {**identity()._asdict(), "drivers": "shm"}},
-            {"identity": {**identity()._asdict(), "drivers": ["x"] * 17}},
-            {"identity": {**identity()._asdict(), "drivers": [["x"]]}},
-            {"identity": {**identity()._asdict(), "drivers": [""]}},
+            {"identity": {**IDENTITY, "more": 1}},
+            {"identity": {**IDENTITY, "name": ""}},
+            {"identity": {**IDENTITY, "name": "x" * 129}},
+            {"identity": {**IDENTITY, "name": "a\nb"}},
+            {"identity": {**IDENTITY, "name": 5}},
+            {"identity": {**IDENTITY, "domain": "\x1b[31m"}},
+            {"identity": {**IDENTITY, "incarnation": "x"}},
+            {"identity": {**IDENTITY, "drivers": "shm"}},
+            {"identity": {**IDENTITY, "drivers": ["x"] * 17}},
+            {"identity": {**IDENTITY, "drivers": [["x"]]}},
+            {"identity": {**IDENTITY, "drivers": [""]}},
             {"started": "-1"},
             {"started": 5},
             {"proof": "0" * 63},

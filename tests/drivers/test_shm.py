@@ -329,8 +329,8 @@ def test_a_signal_that_cannot_be_stored(other: tuple[Peer, vt.Link], size: int) 
     assert op.wait(link) == vt.LINK
 
 
-def test_a_token_that_is_not_the_peers(open_instance) -> None:
-    """The right number, but of another process's namespace: what lies at the address is not what the card says."""
+def test_a_number_that_is_not_the_peers_own(open_instance) -> None:
+    """The kernel's number leads to another process than the one that made the link: its memory is not what is offered."""
     a, b = open_instance(), open_instance()
     left, right = a.link(1), b.link(2)
     right.card.data[16] ^= 1
@@ -342,7 +342,7 @@ def test_a_token_that_is_not_the_peers(open_instance) -> None:
 
 @pytest.mark.parametrize("pid", [0, 1, 0x7FFFFFFF, 0xFFFFFFFF])
 def test_a_pid_that_is_not_the_peers(open_instance, pid: int) -> None:
-    """The core writes 0 where the credentials say otherwise; a wrong number is found out by the token."""
+    """The core writes the kernel's number, or 0; a process that is not the one that made the link is found out."""
     a, b = open_instance(), open_instance()
     left, right = a.link(1), b.link(2)
     right.card.data[:4] = pid.to_bytes(4, "little")

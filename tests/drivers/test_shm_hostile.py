@@ -1,6 +1,6 @@
 """A peer that knows the shm driver's secrets and means harm: no call stalls, nothing outside its grants is touched.
 
-``Hostile`` is not a driver: it speaks the formats of ``shm/shm.h`` by hand, and scribbles wherever a peer can.
+``Hostile`` is not a driver: it speaks the formats of ``drivers/shm/*.h`` by hand, and scribbles wherever a peer can.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB = 1 << 20
 PAGE = 4096
 
 F_ADD_SEALS, F_GET_SEALS, SHRINK, GROW, SEAL = 1033, 1034, 2, 4, 1
-LINK_MAGIC, MEM_MAGIC, HALF_MAGIC, VERSION = 0x4B4E4C53, 0x4D454D53, 0x464C4853, 1
+LINK_MAGIC, MEM_MAGIC, HALF_MAGIC, VERSION = 0x4B4E4C53, 0x4D454D53, 0x464C4853, 2
 # Offsets of shm_half.
 MAGIC, CAPACITY, FENCE, HEAD, SIGNALS, WANT_SPACE, FENCED, GONE, TAIL, ARMED = (
     0,
@@ -57,7 +57,7 @@ def segment(size: int, *, seals: int | None = SHRINK | GROW | SEAL, allocate: bo
 
 
 def link_card(fds: list[int], capacity: int = 65536, *, magic: int = LINK_MAGIC, version: int = VERSION) -> vt.CCard:
-    data = struct.pack("<IIIIQQ", os.getpid(), magic, version, capacity, 1, 2)
+    data = struct.pack("<IIIIII", os.getpid(), magic, version, capacity, 0, 0)
     card = vt.CCard(len=len(data), nfds=len(fds))
     card.data[: len(data)] = data
     card.fds[: len(fds)] = fds
@@ -183,6 +183,7 @@ def strange_descriptors(tmp: str) -> Iterator[tuple[str, int]]:
     one, two = socket.socketpair()
     two.close()
     yield "a socket", one.detach()
+    yield "an eventfd", os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     yield "a path", os.open(tmp, os.O_PATH | os.O_CLOEXEC)
 
 
@@ -219,8 +220,19 @@ def test_import_of_lying_cards(open_instance) -> None:
     refused((vt.PROTOCOL, vt.RIGHTS), left.load, mem_card([reopened], PAGE), PAGE, MAY_WRITE)
 
 
-def test_connect_to_strange_descriptors(open_instance) -> None:
-    instance = open_instance()
+def reopened_pipe(flags: int) -> int:
+    """A pipe for which the kernel refuses RWF_NOWAIT; for reading and writing, it never ends either."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    made = os.open(f"/proc/self/fd/{read_end}", flags | os.O_CLOEXEC)
+    os.write(write_end, b"x")
+    os.close(read_end)
+    os.close(write_end)
+    return made
+
+
+@pytest.mark.parametrize("nowait", [1, 0], ids=["rwf_nowait", "reopened"])
+def test_connect_to_strange_descriptors(open_instance, nowait: int) -> None:
+    instance = open_instance(nowait=nowait)
     cookies = iter(range(1, 1000))
 
     def connect(card: vt.CCard) -> None:
@@ -251,16 +263,22 @@ def test_connect_to_strange_descriptors(open_instance) -> None:
             except AssertionError as error:
                 raise AssertionError(f"{what}: {error}") from None
             os.close(fd)
+        named = os.path.join(tmp, "fifo")
+        os.mkfifo(named)
+        refused((vt.PROTOCOL,), connect, link_card([half(), os.open(named, os.O_RDONLY | os.O_NONBLOCK)]))
     write_end = os.pipe2(os.O_CLOEXEC)
     os.close(write_end[0])
     refused((vt.PROTOCOL,), connect, link_card([half(), write_end[1]]))
+    refused((vt.PROTOCOL,), connect, link_card([half(), reopened_pipe(os.O_RDWR)]))
+    if nowait:  # without it the driver reopens the pipe itself, so that this one is like any other
+        refused((vt.PROTOCOL,), connect, link_card([half(), reopened_pipe(os.O_RDONLY)]))
     refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], 65536 - 16))
     refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], 0))
     refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], 1 << 31))
     refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], 131072))
     refused((vt.PROTOCOL,), connect, link_card([half(4096), pipe()], 65536))
     refused((vt.PROTOCOL,), connect, link_card([half(magic=3), pipe()]))
-    refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], version=2))
+    refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], version=1))
     refused((vt.PROTOCOL,), connect, link_card([half()]))
     refused((vt.PROTOCOL,), connect, link_card([half(), pipe(), pipe()]))
     reopened = half()
@@ -425,6 +443,24 @@ def test_doorbell_made_blocking(hostile: Hostile) -> None:
         with prompt("a poll of an empty doorbell"):
             hostile.link.poll()
     assert hostile.link.down is None
+
+
+def test_doorbell_that_cannot_be_read_any_more(open_instance) -> None:
+    """A splice takes RWF_NOWAIT away from the description that both share: the link breaks, instead of waking us for ever."""
+    made = Hostile(open_instance(nowait=1, ring_bytes=65536))
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        os.splice(made.read_end, writer, 1, flags=os.SPLICE_F_NONBLOCK)
+    made.ring()
+    for _ in range(3):
+        with prompt():
+            assert made.link.poll() == 0
+    assert [(event.kind, event.status) for event in made.link.instance.events] == [(vt.LINK_DOWN, vt.PROTOCOL)]
+    made.link.stop(dead=True).wait()
+    made.link.free()
+    made.close()
+    os.close(reader)
+    os.close(writer)
 
 
 def test_full_doorbell_made_blocking(hostile: Hostile) -> None:

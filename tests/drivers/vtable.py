@@ -196,8 +196,8 @@ class DriverError(Exception):
 
 
 def check(what: str, answer: int, native: int = 0) -> int:
-    if answer < 0:
-        raise DriverError(what, -answer, native)
+    if answer < 0:  # HXA_REFUSAL
+        raise DriverError(what, -answer & 0xFF, native or -answer >> 8)
     return answer
 
 
@@ -398,6 +398,7 @@ class Link:
     def connect(self, card: CCard) -> Link:
         op = Op(self.instance)
         op.accepted("link_connect", self.vt.link_connect(self.handle, c.byref(take(card)), op.pointer)).ok()
+        self.more = True  # the core polls once, whatever the descriptor says
         return self
 
     @property

@@ -18,6 +18,7 @@ from hixl_async import (
     PeerState,
     RequestLostError,
 )
+from hixl_async.engine.session import Mark
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 
 from .conftest import settle, until
@@ -292,13 +293,13 @@ async def test_one_who_comes_back_before_its_past_is_over() -> None:
         again = await pair.left.connect(pair.right.address)
         await pair.left.write(bytes(64), await again.region("kv"))
         assert region.pins == 2
-        assert not pair.back._harmless
+        assert not pair.back._session.has(Mark.FENCED)
         await again.aclose()
         plan.release()
         with contextlib.suppress(PeerLostError):
             await late
         await late.drained()
-        await until(lambda: pair.peer._over)
+        await until(lambda: pair.peer._session.has(Mark.WOUND_DOWN))
         await pair.left.connect(pair.right.address)
         await pair.back.fenced()
         assert region.pins == 0

@@ -399,9 +399,10 @@ def test_exit_with_everything_open_and_in_flight(loop: str) -> None:
             region, remote = await pair.region("kv", 1 << 20)
             globals().update(pair=pair, context=context, view=memoryview(region), remote=remote)
             pair.left.write(bytes(1 << 20), remote)
-            asyncio.ensure_future(pair.left.aclose())
             asyncio.ensure_future(pair.peer.region("never"))
             asyncio.ensure_future(pair.right.notifications("never").get())
+            await asyncio.sleep(0)
+            asyncio.ensure_future(pair.left.aclose())
 
         asyncio.Runner(loop_factory={loop}.new_event_loop).run(main())
         print("alive")
@@ -437,9 +438,9 @@ def test_an_engine_of_a_loop_that_is_gone(runner: asyncio.Runner) -> None:
                     call()
                 except HixlError as error:
                     print(type(error).__name__)
-            for coroutine in (engine.connect("127.0.0.1:1"), engine.aclose()):
+            for call in (lambda: engine.connect("127.0.0.1:1"), engine.aclose):
                 try:
-                    await coroutine
+                    await call()
                 except HixlError as error:
                     print(type(error).__name__)
 
@@ -480,9 +481,9 @@ async def test_an_engine_in_two_loops_at_once(engine: Engine) -> None:
     def in_another_thread() -> list[str]:
         async def use() -> list[str]:
             found = []
-            for call in (engine.aclose(), engine.connect("127.0.0.1:1")):
+            for call in (engine.aclose, lambda: engine.connect("127.0.0.1:1")):
                 try:
-                    await call
+                    await call()
                 except WrongLoopError as error:
                     found.append(type(error).__name__)
             return found

@@ -584,7 +584,7 @@ async def test_thousands_of_regions_before_and_after_connecting() -> None:
 
 
 async def test_more_regions_than_a_peer_takes_note_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hixl_async.engine.engine.MAX_OFFERS", 3)
+    monkeypatch.setattr("hixl_async.engine.region_table.MAX_OFFERS", 3)
     for n in range(3):
         engine.allocate(f"{n}", 8, access="read")
     for n in range(5):

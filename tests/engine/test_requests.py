@@ -72,7 +72,7 @@ async def test_errors_reach_the_caller_with_their_type(pair: EnginePair) -> None
         with pytest.raises(RangeError, match="layer 7") as caught:
             await pair.peer.request(service, {})
         assert caught.value.peer == "right"
-    with pytest.raises(InvalidArgumentError, match="nobody serves 'no-such-service'"):
+    with pytest.raises(InvalidArgumentError, match="no handler serves 'no-such-service'"):
         await pair.peer.request("no-such-service", {})
     assert await pair.peer.request("hixl.ping", {"still": "up"}) == {"still": "up"}
 
@@ -126,7 +126,7 @@ async def test_requests_that_cannot_be_sent(pair: EnginePair, service: Any, body
     with pytest.raises(InvalidArgumentError):
         pair.peer.post(service, body)
     assert await pair.peer.request("hixl.ping", {"n": 1}) == {"n": 1}
-    assert not pair.peer._calls._waiting
+    assert not pair.peer._rpc._waiting
 
 
 async def test_an_oversized_request_names_the_limit(pair: EnginePair) -> None:
@@ -154,7 +154,7 @@ async def test_nobody_answers_in_time(pair: EnginePair) -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert not pair.peer._calls._waiting
+    assert not pair.peer._rpc._waiting
     assert not cancelled
     await pair.left.aclose()
     await until(lambda: len(cancelled) == 2)
@@ -325,7 +325,7 @@ async def test_an_answer_of_the_wrong_kind(engine: Engine) -> None:
 async def test_an_answer_that_comes_with_the_cancellation(pair: EnginePair) -> None:
     """Its descriptors are closed (the balance sheet sees to it)."""
     region, _ = await pair.region("kv", 4096)
-    calls = pair.peer._calls
+    calls = pair.peer._rpc
     asking = asyncio.ensure_future(calls.ask("region.get", {"id": region.number}, answer="region.card"))
     answered = calls.on_answer
 

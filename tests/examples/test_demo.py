@@ -285,7 +285,10 @@ def test_real_model(start: Callable[..., Demo]) -> None:
     ("arguments", "text"),
     [
         (["--prompt", " \n"], "the prompt is empty"),
-        (["--prompt", "hi", "--length", "5"], "a prompt has at least"),
+        (
+            ["--prompt", "hi", "--length", "0"],
+            "--length 0 is too short: with what makes a chat of it, a prompt has at least",
+        ),
         (["--tokens", "4000"], "too long: with --tokens 4000, 96 fit"),
         (["--tokens", "0"], "must be a whole number of at least 1, not '0'"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
@@ -305,7 +308,7 @@ def test_wrong_options(start: Callable[..., Demo], arguments: list[str], text: s
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--length", "abc"], "argument --length: must be a whole number of at least 1, not 'abc'"),
+        (["--length", "abc"], "argument --length: must be a whole number, not 'abc'"),
         (["--bandwidth", "abc"], "argument --bandwidth: must be between 0.001 and 1000000, not 'abc'"),
         (["--prompt", "caf\udce9"], "--prompt 'caf\\udce9' is not UTF-8"),
         (["--prompt-file", "latin 1.txt"], "--prompt-file latin 1.txt is not UTF-8, from byte 3 on"),

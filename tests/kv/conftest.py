@@ -1,4 +1,4 @@
-"""Pools on fake engines, where the test decides what happens when."""
+"""Pools on fake engines, where the test decides the order of events."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-import hixl_async
-from hixl_async.kv import Layout, Pool
+from hixl_async.kv import Layout, Pool, sender
 
 from . import fake_engine
 
@@ -28,13 +27,13 @@ class Pair:
     target: Pool
 
     def layer(self, pool: Pool, ids: tuple[int, ...], layer: int) -> bytes:
-        """The bytes of one layer of some blocks, keys first."""
+        """Return the bytes of one layer of some blocks, keys first."""
         size = pool.layout.block_bytes
         starts = [((2 * layer + half) * pool.blocks + block) * size for half in (0, 1) for block in ids]
         return b"".join(bytes(pool.memory[start : start + size]) for start in starts)
 
     def fill(self, ids: tuple[int, ...], layer: int, value: int) -> None:
-        """Writes one layer of the source blocks."""
+        """Write one layer of the source blocks."""
         size = self.source.layout.block_bytes
         for half in (0, 1):
             for block in ids:
@@ -43,14 +42,14 @@ class Pair:
 
 
 async def settle(rounds: int = 20) -> None:
-    """Lets everything run that is due."""
+    """Let everything run that is due."""
     for _ in range(rounds):
         await asyncio.sleep(0)
 
 
 @pytest.fixture
 async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    monkeypatch.setattr(hixl_async, "Batch", fake_engine.Batch, raising=False)
+    monkeypatch.setattr(sender, "Batch", fake_engine.Batch)
     p, d = fake_engine.Engine("p"), fake_engine.Engine("d")
     to_d, to_p = fake_engine.connect(p, d)
     source = Pool(p, LAYOUT, blocks=16, name="prefill", access="none", shuffle=1)
@@ -64,9 +63,9 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     for pool in (source, target):
         free, reserved, quarantined, waiting = pool.statistics()
         assert (free, reserved, quarantined, waiting) == (pool.blocks, 0, 0, 0)
-        assert not pool._exchange.incoming
-        assert not pool._exchange.outgoing
-        assert not pool._tasks
+        assert not pool._registry.incoming
+        assert not pool._registry.outgoing
+        assert pool._context.tasks == 0
     assert not to_d.losses
     assert not to_p.losses
     assert not to_p.signals

@@ -1,8 +1,8 @@
 """Engines without a driver or a socket: the public surface that `hixl_async.kv` uses, under the test's control.
 
-What a real engine decides by itself is decided here by the test: when a flight lands, is released or fails, when
-messages are delivered, when a peer is lost and whether it is dead.  It is for tests where the order of events is the
-point; everything else is tested on the real engine.
+The test decides what a real engine decides by itself: when a transfer lands, is released or fails, when messages are
+delivered, when a peer is lost and whether it is dead.  This is for tests of the order of events; everything else is tested
+on the real engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _numbers = itertools.count(1)
 
 
 class Range(NamedTuple):
-    """A slice, as far as batches and signals need it."""
+    """A slice of a region, as far as batches and signals need it."""
 
     owner: Any
     memory: Region
@@ -68,7 +68,7 @@ class Batch:
 
 
 class Transfer(asyncio.Future):
-    """One flight: `write` moves its bytes, `land` also its signal, `release` ends it.  Cancelling stops nothing."""
+    """One transfer: `write` moves its bytes, `land` also its signal, `release` ends it.  Cancelling stops nothing."""
 
     def __init__(self, engine: Engine, batch: Batch, signal: tuple[Range, int]) -> None:
         super().__init__(loop=engine.loop)
@@ -114,7 +114,7 @@ class Peer:
         self.state = PeerState.UP
         self.error: HixlError | None = None
         self.confirmed_dead = False
-        #: False keeps what the other side sends in the queue, like a stopped process.
+        #: False leaves the messages of the other side in the queue, as a stopped process does.
         self.running = True
         self.queue: deque[Callable[[], None]] = deque()
         self.signals: list[Callable[[], None]] = []
@@ -166,7 +166,7 @@ class Peer:
     # ---- what tests use ----
 
     def lose(self, *, dead: bool) -> None:
-        """The connection breaks for this side, or its peer dies."""
+        """Break the connection for this side, or let its peer die."""
         self.error = PeerDownError("the peer is lost")
         self.error.confirmed_dead = self.confirmed_dead = dead
         if dead:
@@ -179,7 +179,7 @@ class Peer:
             callback(self.error)
 
     def resume(self) -> None:
-        """Delivers what has queued up, like a process that goes on."""
+        """Deliver what has queued up, as a process does that goes on."""
         self.running = True
         self._deliver()
         self.signalled()
@@ -210,7 +210,7 @@ class Peer:
         handler = self.engine.handlers.get(service)
         try:
             if handler is None:
-                raise InvalidArgumentError(f"nobody serves {service}")
+                raise InvalidArgumentError(f"no handler serves {service}")
             answer = json.loads(json.dumps(handler(self, body)))
         except HixlError as error:
             failure = error
@@ -232,7 +232,7 @@ class _Callbacks(list[Callable[[], None]]):
 
 
 class Engine:
-    """An engine whose flights land at once, unless `hold` is set."""
+    """An engine whose transfers land at once, unless `hold` is set."""
 
     forked = False
 
@@ -276,14 +276,14 @@ class Engine:
         return transfer
 
     async def reaches(self, flights: int) -> None:
-        """Waits until so many flights have started."""
+        """Wait until so many transfers have started."""
         while len(self.flights) < flights:
             self.took_off.clear()
             await self.took_off.wait()
 
 
 def connect(one: Engine, two: Engine) -> tuple[Peer, Peer]:
-    """A connection: `one`'s peer for `two`, and the reverse."""
+    """Connect two engines, and return `one`'s peer for `two`, and the reverse."""
     left, right = Peer(one, two), Peer(two, one)
     left.other, right.other = right, left
     return left, right

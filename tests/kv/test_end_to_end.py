@@ -188,7 +188,7 @@ async def test_both_pools_may_be_source_and_target() -> None:
         await asyncio.gather(send(left, right, 1), send(right, left, 2))
 
 
-async def test_b5_no_byte_comes_after_the_fence() -> None:
+async def test_no_byte_comes_after_the_fence() -> None:
     large = hx.kv.Layout(layers=4, kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=128)
     async with (
         hx.Engine("127.0.0.1:0", name="d") as d,

@@ -44,7 +44,7 @@ def array(pool: hx.kv.Pool) -> numpy.ndarray[Any, Any]:
     return pool.region.numpy("uint8", (LAYOUT.layers, 2, BLOCKS, LAYOUT.block_bytes))
 
 
-async def test_b5_b6_late_writes_find_nobody_elses_blocks(scene: Scene) -> None:
+async def test_late_writes_reach_no_blocks_of_other_requests(scene: Scene) -> None:
     scene.plan.late(verb="write", count=3)
     array(scene.source)[:] = 1
     source = await scene.source.reserve(blocks=8)
@@ -71,7 +71,7 @@ async def test_b5_b6_late_writes_find_nobody_elses_blocks(scene: Scene) -> None:
     await mine.aclose()
 
 
-async def test_b21_a_layer_is_complete_when_it_lands(scene: Scene) -> None:
+async def test_a_layer_is_complete_when_it_lands(scene: Scene) -> None:
     scene.plan.reorder(window=3, within=0.002).delay(0, 0.002, part="note", chance=0.5).delay(0, 0.002, chance=0.5)
 
     async def request(number: int) -> None:

@@ -58,6 +58,68 @@ def test_dtypes(dtype: str | int, size: int) -> None:
     assert Layout(1, 1, 1, dtype, 1).block_bytes == size
 
 
+class NamedType:
+    """Like the types of ml_dtypes or TensorFlow, as far as a layout needs them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class TorchType:
+    """Like ``torch.bfloat16``, which has no name but prints one."""
+
+    def __repr__(self) -> str:
+        return "torch.bfloat16"
+
+
+class ScalarType:
+    """Like ``numpy.float16``: a class."""
+
+
+ScalarType.__name__ = "float16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (NamedType("float8_e5m2"), "float8_e5m2"),
+        (NamedType("half"), "float16"),
+        (TorchType(), "bfloat16"),
+        (ScalarType, "float16"),
+        (numpy.float16, "float16"),
+        (numpy.double, "float64"),
+        (numpy.longlong, "int64"),
+        (numpy.bool_, "bool"),
+        (numpy.dtype("float32"), "float32"),
+        (numpy.dtype("<i2"), "int16"),
+    ],
+)
+def test_dtypes_of_array_libraries(dtype: object, name: str) -> None:
+    assert Layout(1, 1, 1, dtype, 1) == Layout(1, 1, 1, name, 1)
+    assert Layout(1, 1, 1, dtype, 1).dtype == name
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "half", "int8", "float8_e4m3fn"])
+def test_dtypes_of_torch(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    dtype = getattr(torch, name)
+    assert Layout(1, 1, 1, dtype, 1) == Layout(1, 1, 1, name, 1)
+    assert Layout(1, 1, 1, dtype, 1).item_bytes == dtype.itemsize
+
+
+def test_dtypes_of_ml_dtypes() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for dtype in (ml_dtypes.bfloat16, numpy.dtype(ml_dtypes.bfloat16)):
+        assert Layout(1, 1, 1, dtype, 1).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [float, int, bool, object(), numpy.dtype("V3"), numpy.dtype(">f4"), 1.5, True, [2]])
+def test_dtypes_that_say_nothing_certain_are_refused(dtype: object) -> None:
+    """Python's own ``float`` is 64 bits wide in numpy and 32 in torch."""
+    with pytest.raises(InvalidArgumentError, match="dtype"):
+        Layout(1, 1, 1, dtype, 1)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

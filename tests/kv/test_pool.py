@@ -138,7 +138,7 @@ async def test_a_pool_that_cannot_be_made_leaves_nothing(pair: Pair, monkeypatch
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("hixl_async.kv.pool.Ledger", fail)
+    monkeypatch.setattr("hixl_async.kv.pool.Allocator", fail)
     with pytest.raises(MemoryError):
         Pool(pair.d, LAYOUT, blocks=4, name="half")
     assert pair.d.regions["half"].closed
@@ -149,7 +149,7 @@ async def test_a_pool_that_cannot_be_made_leaves_nothing(pair: Pair, monkeypatch
 @pytest.mark.parametrize("shuffle", [None, 1])
 @pytest.mark.parametrize("blocks", [(1 << 31) - 1, 1 << 31, 1 << 40])
 def test_a_pool_beyond_all_memory_fails_at_once(blocks: int, shuffle: int | None) -> None:
-    """Its memory is asked for first, and not the books about it."""
+    """Its memory is allocated before any bookkeeping."""
     program = f"""
 import asyncio, resource
 import hixl_async as hx
@@ -233,7 +233,7 @@ async def test_tickets(pair: Pair) -> None:
 
 @pytest.mark.parametrize("used", [False, True])
 async def test_blocks_that_were_given_back(pair: Pair, used: bool) -> None:
-    """They may be somebody else's by now."""
+    """They may be lent to another request by now."""
     blocks = await pair.target.reserve(blocks=2)
     stream = blocks.stream() if used else None
     await blocks.aclose()
@@ -284,7 +284,7 @@ async def test_leaving_revokes_an_unopened_ticket(pair: Pair) -> None:
     assert "gave its blocks back" in stream.outcome.reason
 
 
-async def test_b8_a_ticket_that_nobody_opens_expires(pair: Pair) -> None:
+async def test_a_ticket_without_a_producer_expires(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks:
         ticket = blocks.ticket(ttl=0.01)
         with pytest.raises(TicketError, match="no producer opened the ticket"):
@@ -305,7 +305,8 @@ async def test_malformed_tickets(pair: Pair) -> None:
             [],
             "ticket",
             *(_without(good, name) for name in good),
-            {**good, "version": 2},
+            {**good, "version": 1},
+            {**good, "more": 1},
             {**good, "blocks": []},
             {**good, "blocks": ["0"]},
             {**good, "blocks": [0, 16]},
@@ -338,32 +339,26 @@ async def test_malformed_tickets(pair: Pair) -> None:
     ],
 )  # fmt: skip
 async def test_tickets_that_claim_too_much(pair: Pair, name: str, number: int) -> None:
-    """Nobody asks for memory in proportion to a number that came from elsewhere."""
+    """No memory is allocated in proportion to a number in a ticket."""
     async with pair.target.reserve(blocks=2) as blocks:
         tracemalloc.start()
         try:
             out = pair.source.open_stream(pair.to_d, {**blocks.ticket(), name: number})
-            with pytest.raises(TicketError, match="earlier use" if name == "generation" else "the ticket speaks of"):
+            with pytest.raises(TicketError, match="not the one that was issued"):
                 await out
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
             tracemalloc.stop()
 
 
-async def test_b13_a_ticket_of_an_earlier_incarnation(pair: Pair) -> None:
+async def test_a_ticket_of_an_earlier_incarnation(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks:
         stale = {**blocks.ticket(), "incarnation": "d-0"}
         with pytest.raises(TicketError, match="no longer, peer 'd'"):
             pair.source.open_stream(pair.to_d, stale)
-        earlier = {**blocks.ticket(), "generation": blocks.ticket()["generation"] - 1}
-        with pytest.raises(TicketError, match="earlier use"):
-            await pair.source.open_stream(pair.to_d, earlier)
-        smaller = {**blocks.ticket(), "pool_blocks": 17}
-        with pytest.raises(TicketError, match="bytes"):
-            await pair.source.open_stream(pair.to_d, smaller)
 
 
-async def test_nonsense_messages_are_refused(pair: Pair) -> None:
+async def test_malformed_messages_are_refused(pair: Pair) -> None:
     for body in (
         {},
         {"say": 1},
@@ -378,7 +373,7 @@ async def test_nonsense_messages_are_refused(pair: Pair) -> None:
         body = {
             "say": "open",
             "id": ticket["id"],
-            "generation": ticket["generation"],
+            "digest": "",
             "pool": "x",
             "layout": {"layers": 1},
         }

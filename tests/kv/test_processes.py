@@ -29,7 +29,7 @@ class Child:
         self.process = process
 
     async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """What the worker answers; its errors are ours."""
+        """Return the worker's reply, or raise its error."""
         self.tell(do, **arguments)
         answer = await self.answer()
         if "error" in answer:
@@ -48,7 +48,7 @@ class Child:
         return answer
 
     def signal(self, number: int) -> None:
-        # Not Process.send_signal: it may reap a dying child, and then nobody learns its exit status.
+        # Process.send_signal may reap a dying child, whose exit status is lost then.
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
@@ -152,7 +152,7 @@ async def test_a_stopped_producer(then: str) -> None:
             with pytest.raises(hx.TransferTimeoutError, match="no new layer"):
                 await blocks.stream().finished()
         assert target.statistics() == (BLOCKS - 8, 0, 8, 0)
-        # Whoever gets the other blocks never sees what the producer may still write.
+        # The user of the other blocks never sees what the producer may still write.
         async with target.reserve(blocks=BLOCKS - 8) as others:
             view = target.region.numpy("uint8", (LAYOUT.layers, 2, BLOCKS, LAYOUT.block_bytes))
             view[:, :, others.ids] = 200

@@ -17,13 +17,13 @@ from hixl_async.errors import (
     TicketError,
 )
 from hixl_async.kv.protocol import Abort, End, Outcome, Verdict
-from hixl_async.kv.states import ConsumerState, ProducerState
+from hixl_async.kv.states import ConsumerState, Phase, ProducerState
 
 LAYERS = 3
 
 
 class Flight:
-    """What the driver does for one layer: write, perhaps store the word, report, release."""
+    """The driver's work for one layer: write, perhaps store the word, report, release."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -39,17 +39,22 @@ class Streaming(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.producer = ProducerState(LAYERS)
+        self.producer.begin()
         self.consumer = ConsumerState(LAYERS)
         self.to_consumer: deque[str | End] = deque()
         self.to_producer: deque[str | Abort | Outcome] = deque()
         self.past: list[End | Abort | Outcome] = []
         self.words: set[int] = set()
         self.flights: list[Flight] = []
-        self.opened = False  # as the producer knows
         self.connected = True
         self.dead = False
         self.gave_up = self.timed_out = False
         self.first: list[Outcome | None] = [None, None]
+
+    @property
+    def opened(self) -> bool:
+        """True once the producer knows that the stream is open."""
+        return self.producer.phase >= Phase.OPEN
 
     # ---- opening ----
 
@@ -60,13 +65,14 @@ class Streaming(RuleBasedStateMachine):
     # ---- the producer ----
 
     def conclude(self) -> None:
-        """What `PushStream` does after every event."""
+        """Do what `Producer` does after every event."""
         state = self.producer
+        state.conclude()
         if state.stopping is not None:
             for flight in self.flights:
                 flight.cancelled = True
         lost = state.outcome is not None and state.outcome.verdict is Verdict.LOST
-        if self.opened and state.concluding and state.drained and not state.end_sent and not lost:
+        if state.phase is Phase.CONCLUDING and state.drained and not state.end_sent and not lost:
             self.to_consumer.append(state.end("id"))
 
     @precondition(lambda self: self.opened and not self.dead)
@@ -185,7 +191,7 @@ class Streaming(RuleBasedStateMachine):
     def deliver_to_producer(self) -> None:
         message = self.to_producer.popleft()
         if message == "opened":
-            self.opened = True
+            self.producer.open()
         elif message == "refused":
             assert not self.consumer.opened
         elif isinstance(message, Abort):
@@ -242,7 +248,7 @@ class Streaming(RuleBasedStateMachine):
             assert self.consumer.outcome.verdict is Verdict.FINISHED
 
     @invariant()
-    def nobody_writes_fenced_blocks(self) -> None:
+    def fenced_blocks_are_not_written(self) -> None:
         if self.consumer.fenced and not self.dead:
             assert not self.flying("writing")
 
@@ -252,7 +258,7 @@ class Streaming(RuleBasedStateMachine):
         assert len(set(self.consumer.landed)) == len(self.consumer.landed)
 
     def teardown(self) -> None:
-        """Everything that is due happens; then both sides have ended, and agree."""
+        """Let everything happen that is due; then both sides have ended, and agree."""
         if self.connected and self.to_consumer and self.to_consumer[0] == "open":
             self.deliver_to_consumer()
         for _ in range(4):
@@ -275,7 +281,7 @@ class Streaming(RuleBasedStateMachine):
             while self.to_consumer:
                 self.deliver_to_consumer()
             self.one_outcome()
-            self.nobody_writes_fenced_blocks()
+            self.fenced_blocks_are_not_written()
         if not self.consumer.opened:
             self.consumer.stop(Outcome(Verdict.TIMEOUT, "expired"))
             assert self.consumer.fenced
@@ -300,6 +306,13 @@ TestStreaming.settings = settings(max_examples=500, stateful_step_count=40, dead
 
 def opened(layers: int = LAYERS) -> ConsumerState:
     state = ConsumerState(layers)
+    state.open()
+    return state
+
+
+def producing(layers: int) -> ProducerState:
+    state = ProducerState(layers)
+    state.begin()
     state.open()
     return state
 
@@ -360,28 +373,59 @@ class TestConsumer:
 
 class TestProducer:
     def test_wrong_pushes(self) -> None:
-        state = ProducerState(2)
+        state = producing(2)
         state.push(0)
         with pytest.raises(InvalidArgumentError, match="pushed before"):
             state.check(0)
         for layer in (-1, 2):
             with pytest.raises(RangeError, match="does not exist"):
                 state.check(layer)
-        state.closed = True
-        with pytest.raises(ClosedError):
-            state.check(1)
-        state.abort("no more")
+        assert state.abort("no more")
         with pytest.raises(StreamAbortedError, match="no more"):
             state.check(1)
 
+    def test_layers_are_pushed_while_it_is_open(self) -> None:
+        state = ProducerState(1)
+        for step in (state.begin, state.open):
+            with pytest.raises(ClosedError, match="not open"):
+                state.check(0)
+            step()
+        state.check(0)
+        with pytest.raises(ClosedError, match="opened once"):
+            state.begin()
+
+    def test_closing_aborts_what_lacks_layers(self) -> None:
+        state = producing(2)
+        state.push(0)
+        assert state.needs_pushes
+        assert state.close()
+        assert not state.close()
+        with pytest.raises(StreamAbortedError, match="after 1 of 2 layers"):
+            state.check(1)
+        complete = producing(1)
+        complete.push(0)
+        assert not complete.needs_pushes
+        assert not complete.close()
+        assert complete.stopping is None
+
+    def test_a_program_that_gave_up_waits_no_longer(self) -> None:
+        state = producing(1)
+        state.abort("x")
+        assert state.conclude()
+        assert not state.conclude()
+        assert not state.settled
+        assert not state.give_up("too slow")
+        assert state.settled
+        assert state.outcome == Outcome(Verdict.ABORTED, "x")
+
     def test_nothing_starts_after_an_abort(self) -> None:
-        state = ProducerState(2)
+        state = producing(2)
         state.push(0)
         state.abort("stop")
         assert not state.start(0)
 
     def test_after_the_end_is_sent_it_is_too_late_to_stop(self) -> None:
-        state = ProducerState(1)
+        state = producing(1)
         state.push(0)
         state.start(0)
         state.land(0)
@@ -391,7 +435,7 @@ class TestProducer:
         assert state.stopping is None
 
     def test_a_finished_answer_overrides_our_own_wish_to_stop(self) -> None:
-        state = ProducerState(1)
+        state = producing(1)
         state.push(0)
         state.start(0)
         state.stop("changed my mind")

@@ -1,4 +1,4 @@
-"""Streams between two pools, with the order of events in the test's hand.  B numbers: the bugs of other systems."""
+"""Streams between two pools on fake engines: the tests decide the order of events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hixl_async.errors import (
     TransferTimeoutError,
     WaitTimeoutError,
 )
-from hixl_async.kv import LayerBlocks, Layout, Pool, Verdict, flights
+from hixl_async.kv import LayerBlocks, Layout, Pool, Verdict, sender
 
 from .conftest import LAYOUT, Pair, settle
 
@@ -71,7 +71,7 @@ async def test_fewer_source_blocks_fill_the_first_target_blocks(pair: Pair) -> N
         assert not any(pair.layer(pair.target, blocks.ids[2:], 3))
 
 
-async def test_b23_late_and_many_subscribers_see_everything(pair: Pair) -> None:
+async def test_late_and_many_subscribers_see_all_layers(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         early = [asyncio.create_task(collect(blocks.stream())) for _ in range(2)]
         async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
@@ -96,7 +96,7 @@ async def test_cancelling_one_step_of_an_iteration_loses_no_layer(pair: Pair) ->
             await anext(layers)
 
 
-async def test_b23_the_end_counts_even_if_no_signal_was_seen(pair: Pair) -> None:
+async def test_the_end_counts_even_if_no_signal_was_seen(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         stream = blocks.stream()
         async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
@@ -106,7 +106,7 @@ async def test_b23_the_end_counts_even_if_no_signal_was_seen(pair: Pair) -> None
         assert len(await collect(stream)) == 4
 
 
-async def test_b24_reading_a_layer_before_it_landed_raises(pair: Pair) -> None:
+async def test_reading_a_layer_before_it_landed_raises(pair: Pair) -> None:
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         stream = blocks.stream()
@@ -133,7 +133,7 @@ async def test_b24_reading_a_layer_before_it_landed_raises(pair: Pair) -> None:
                 await stream.layer(wrong)
 
 
-async def test_b21_no_signal_without_its_data(pair: Pair) -> None:
+async def test_no_signal_without_its_data(pair: Pair) -> None:
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         stream = blocks.stream()
@@ -230,7 +230,7 @@ async def test_leaving_without_all_layers_aborts(pair: Pair) -> None:
         await blocks.fenced()
 
 
-async def test_b26_an_exception_inside_aborts_and_stays_itself(pair: Pair) -> None:
+async def test_an_exception_inside_aborts_and_is_raised_unchanged(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         with pytest.raises(ZeroDivisionError):
             async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
@@ -256,7 +256,7 @@ async def test_layouts_that_differ(pair: Pair) -> None:
     await pool.aclose()
 
 
-async def test_b18_a_ticket_works_once_and_the_first_stream_is_unaffected(pair: Pair) -> None:
+async def test_a_ticket_works_once_and_the_first_stream_is_unaffected(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         ticket = blocks.ticket()
         other = Pool(pair.p, LAYOUT, blocks=4, name="other", access="none")
@@ -285,7 +285,7 @@ async def test_a_pool_that_was_closed_meanwhile(pair: Pair) -> None:
 # ---- aborts ----
 
 
-async def test_b5_aborted_blocks_are_not_lent_while_a_late_write_may_come(pair: Pair) -> None:
+async def test_aborted_blocks_are_not_lent_while_a_late_write_may_come(pair: Pair) -> None:
     pair.p.hold = True
     source = await pair.source.reserve(blocks=2)
     blocks = await pair.target.reserve(blocks=2)
@@ -323,7 +323,7 @@ async def test_b5_aborted_blocks_are_not_lent_while_a_late_write_may_come(pair: 
         await out.finished()
 
 
-async def test_b9_both_sides_abort_at_once(pair: Pair) -> None:
+async def test_both_sides_abort_at_once(pair: Pair) -> None:
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         out = await pair.source.open_stream(pair.to_d, blocks.ticket())
@@ -369,7 +369,7 @@ async def test_an_abort_while_the_producer_opens(pair: Pair) -> None:
         await blocks.fenced()
 
 
-async def test_b26_cancelling_the_opening_fences_what_may_have_been_granted(pair: Pair) -> None:
+async def test_cancelling_the_opening_fences_what_may_have_been_granted(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks:
         pair.to_p.running = False
         opening = asyncio.ensure_future(pair.source.open_stream(pair.to_d, blocks.ticket()))
@@ -408,7 +408,7 @@ async def test_leaving_an_open_stream_quarantines_until_the_acknowledgement(pair
     await source.aclose()
 
 
-async def test_b22_source_blocks_stay_until_the_last_layer_is_drained(pair: Pair) -> None:
+async def test_source_blocks_stay_until_the_last_layer_is_drained(pair: Pair) -> None:
     pair.p.hold = True
     ready = threading.Event()
     async with pair.target.reserve(blocks=2) as blocks:
@@ -435,7 +435,7 @@ async def test_b22_source_blocks_stay_until_the_last_layer_is_drained(pair: Pair
 # ---- timeouts and losses ----
 
 
-async def test_b6_a_stall_fails_the_stream_but_returns_no_block(pair: Pair) -> None:
+async def test_a_stall_fails_the_stream_but_returns_no_block(pair: Pair) -> None:
     pair.p.hold = True
     source = await pair.source.reserve(blocks=2)
     async with pair.target.reserve(blocks=2) as blocks:
@@ -457,7 +457,7 @@ async def test_b6_a_stall_fails_the_stream_but_returns_no_block(pair: Pair) -> N
     await source.aclose()
 
 
-async def test_b12_progress_renews_the_stall(pair: Pair) -> None:
+async def test_progress_renews_the_stall(pair: Pair) -> None:
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         ticket = blocks.ticket(stall=0.2)
@@ -475,7 +475,7 @@ async def test_a_late_stall_timer_looks_at_the_words_first(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         ticket = blocks.ticket(stall=0.05)
         async with pair.source.open_stream(pair.to_d, ticket) as out:
-            pair.to_p.signals.clear()  # nobody hears of the words
+            pair.to_p.signals.clear()  # changes of the words go unnoticed
             for layer in range(4):
                 out.push(layer, source[layer])
             pair.p.flights[0].store()
@@ -559,7 +559,7 @@ async def test_the_producers_exit_is_bounded_if_nothing_drains(pair: Pair) -> No
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks:
         source = await pair.source.reserve(blocks=2)
-        with pytest.raises(TransferTimeoutError, match=r"flights were not drained within 0.02 s"):
+        with pytest.raises(TransferTimeoutError, match=r"transfers were not drained within 0.02 s"):
             async with pair.source.open_stream(pair.to_d, blocks.ticket(), timeout=0.02) as out:
                 for layer in range(4):
                     out.push(layer, source[layer])
@@ -607,7 +607,7 @@ async def test_closing_the_pool_waits_for_streams_only_so_long(pair: Pair) -> No
 
 
 class DeviceEvent:
-    """Like ``torch.npu.Event``: `query` answers True once the device came so far."""
+    """A stand-in for ``torch.npu.Event``: `query` returns True once the device has come so far."""
 
     def __init__(self) -> None:
         self.done, self.queries = False, 0
@@ -619,7 +619,7 @@ class DeviceEvent:
 
 async def test_layers_do_not_share_the_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once would land together, at the end; so no more of them fly than keep the link busy."""
-    monkeypatch.setattr(flights, "WINDOW", 0)
+    monkeypatch.setattr(sender, "WINDOW", 0)
     pair.p.hold = True
     async with pair.target.reserve(tokens=11) as blocks, pair.source.reserve(tokens=11) as source:
         stream = blocks.stream()
@@ -655,7 +655,7 @@ async def test_layers_wait_for_their_events_in_order(pair: Pair) -> None:
             assert stream.landed == (0, 1)
             events[2].done = events[3].done = True
         assert await collect(stream) == [0, 1, 2, 3]
-    assert pair.source._poller._timer is None
+    assert pair.source._context.poller.idle
 
 
 async def test_every_kind_of_mark(pair: Pair) -> None:
@@ -711,7 +711,7 @@ async def test_push_from_the_compute_thread_wakes_the_loop_once_per_burst(pair: 
 
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
-            out._loop = Loop()  # type: ignore[assignment]
+            out._producer._loop = Loop()  # type: ignore[assignment]
 
             def compute() -> None:
                 for layer in range(4):

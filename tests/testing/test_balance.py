@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,22 @@ async def test_mappings_of_memfds() -> None:
     rows = sheet.differences()
     assert [row for row in rows if row.startswith("mapping /memfd:left-behind")], rows
     view.close()
+    sheet.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    [("left.{mine}", True), ("hixl_async_left", True), ("hixl_async.{parent}", False), ("left.{mine}0", False)],
+)
+def test_names_in_shared_memory(name: str, counted: bool) -> None:
+    """Those of this process; a worker that runs other tests may have names as well."""
+    path = Path("/dev/shm", name.format(mine=os.getpid(), parent=os.getppid()))
+    sheet = BalanceSheet()
+    path.touch()
+    try:
+        assert sheet.differences() == ([f"name {path}: 0 before, 1 now"] if counted else [])
+    finally:
+        path.unlink()
     sheet.check()
 
 

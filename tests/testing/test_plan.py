@@ -105,7 +105,7 @@ def test_mirror_equals_header(tmp_path: Path) -> None:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler to ask about the header")
-    lines = ['#include "drivers/faulty/faulty.h"', "#include <stdio.h>", "int main(void) {"]
+    lines = ['#include "drivers/faulty/control.h"', '#include "hxa_driver.h"', "#include <stdio.h>", "int main(void) {"]
     expected = []
     for name, mirror in (("faulty_rule", module._Rule), ("faulty_block", module._Block)):
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')

@@ -1,147 +1,183 @@
-/* Calls of transports that block: start, shutdown, link_connect, mem_ready, mem_retire; and what drivers say to each other.
- *
- * The wrapped driver is asked at once, where it has the call; the plan delays, holds or spoils the report.  So a driver
- * without such calls can be made to behave like one that has them.
- */
-#include "faulty.h"
+#include "call.h"
 
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "link.h"
+#include "timer.h"
+
 /* ---- the report --------------------------------------------------------------------------------------------------------- */
 
-/* The wrapped driver is done. */
-void faulty_call_wait(faulty_flight *flight) {
-    faulty_block *block = flight->self->block;
-    const faulty_fate *fate = &flight->fate;
-    flight->stage = FAULTY_REPORTING;
-    faulty_ring_add(&flight->self->calls, &flight->all);
-    if (fate->hold || fate->late || fate->stuck) {
-        faulty_count(&block->held);
-        faulty_hold(flight);
+/* With the lock held: the wrapped driver is done. */
+static void report_later(faulty_operation *call) {
+    hxa_instance *self = call->self;
+    const faulty_effects *effects = &call->effects;
+    call->stage = FAULTY_REPORTING;
+    faulty_ring_add(&self->calls, &call->all);
+    if (effects->hold || effects->late || effects->stuck) {
+        faulty_count(&self->block->held);
+        faulty_operation_hold(call);
         return;
     }
-    if (fate->delay != 0 || fate->outcome_delay != 0) faulty_count(&block->delayed);
-    faulty_timer_add(flight, faulty_now() + fate->delay + fate->outcome_delay);
+    if (effects->delay != 0 || effects->outcome_delay != 0) faulty_count(&self->block->delayed);
+    faulty_timer_set(&self->timer, &call->alarm, faulty_now() + effects->delay + effects->outcome_delay);
 }
 
-void faulty_call_close(faulty_flight *flight) {
-    flight->stage = FAULTY_OVER;
-    faulty_ring_remove(&flight->all);
-    flight->self->work--;
+/* With the lock held. */
+static void close_call(faulty_operation *call) {
+    call->stage = FAULTY_OVER;
+    faulty_ring_remove(&call->all);
+    call->self->timer.reserved--;
 }
 
-void faulty_call_report(faulty_flight *flight) {
-    hxa_instance *self = flight->self;
-    hxa_op *op = flight->outer;
-    op->status = flight->op.status;
-    op->native = flight->op.native;
-    if (flight->fate.fail && op->status == HXA_OK) {
+static void report(faulty_operation *call) {
+    hxa_instance *self = call->self;
+    hxa_op *op = call->outer;
+    op->status = call->op.status;
+    op->native = call->op.native;
+    if (call->effects.fail && op->status == HXA_OK) {
         faulty_count(&self->block->failed);
-        op->status = flight->fate.status;
-        op->native = flight->fate.native;
+        op->status = call->effects.status;
+        op->native = call->effects.native;
     }
     const hxa_sink outer = self->outer;
-    faulty_bury(self, flight);
+    faulty_operation_free_later(call);
     outer.post(outer.ctx, op, HXA_COMPLETED | HXA_RELEASED);
+}
+
+/* The core's op is answered as the wrapped driver answers ours. */
+static void forward(faulty_operation *call, uint32_t events) {
+    hxa_instance *self = call->self;
+    if (events & HXA_COMPLETED) {
+        hxa_op *op = call->outer;
+        op->status = call->op.status;
+        op->native = call->op.native;
+        op->scope = call->op.scope;
+        op->failed = call->op.failed;
+        op->bytes = call->op.bytes;
+    }
+    self->outer.post(self->outer.ctx, call->outer, events);
+    if (events & HXA_RELEASED) faulty_operation_free_later(call);
+}
+
+static void posted(faulty_operation *call, uint32_t events) {
+    hxa_instance *self = call->self;
+    const int spoilt = call->effects.any != 0;
+    pthread_mutex_lock(&self->lock);
+    call->seen |= events;
+    if (call->seen & HXA_RELEASED) {
+        if (spoilt) report_later(call);
+        else close_call(call);
+    }
+    pthread_mutex_unlock(&self->lock);
+    if (!spoilt) forward(call, events);
+}
+
+static void due(faulty_operation *call) {
+    hxa_instance *self = call->self;
+    faulty_timer_clear(&self->timer, &call->alarm);
+    close_call(call);
+    pthread_mutex_unlock(&self->lock);
+    report(call);
+    pthread_mutex_lock(&self->lock);
+}
+
+static void released(faulty_operation *call) {
+    faulty_operation_unwait(call);
+    faulty_timer_set(&call->self->timer, &call->alarm, faulty_now());
+}
+
+static const faulty_kind kind = {.posted = posted, .due = due, .released = released};
+
+faulty_operation *faulty_call_forward(hxa_link *link, hxa_op *op) {
+    static const faulty_kind forwarded = {.posted = forward};
+    return faulty_operation_new(link->self, link, op, &forwarded);
 }
 
 /* ---- the calls ---------------------------------------------------------------------------------------------------------- */
 
-static faulty_flight *begin(hxa_instance *self, uint32_t verb, hxa_op *op) {
-    faulty_flight *flight = faulty_flight_new(self, NULL, op, FAULTY_CALL);
-    if (flight == NULL) return NULL;
-    faulty_fate_of_call(self, verb, &flight->fate);
-    /* After all work, where the oldest of what is held is asked for. */
-    flight->number = (UINT64_MAX >> 1) + ++self->call_count;
-    pthread_mutex_lock(&self->lock);
-    const int status = faulty_timer_reserve(self);
-    self->work += status == 0;
-    pthread_mutex_unlock(&self->lock);
-    if (status == 0 && (!flight->fate.any || faulty_timer_start(self) == 0)) return flight;
-    if (status == 0) faulty_call_close(flight);
-    free(flight);
+static faulty_operation *begin(hxa_instance *self, uint32_t verb, hxa_op *op) {
+    faulty_operation *operation = faulty_operation_new(self, NULL, op, &kind);
+    if (operation == NULL) return NULL;
+    faulty_plan_verb(self->block, self->seed, verb, &operation->effects);
+    /* After all work, when the oldest of the held operations is released. */
+    operation->alarm.number = (UINT64_MAX >> 1) + ++self->call_count;
+    if (!operation->effects.any || faulty_timer_start(&self->timer) == 0) {
+        pthread_mutex_lock(&self->lock);
+        const int status = faulty_timer_reserve(&self->timer);
+        pthread_mutex_unlock(&self->lock);
+        if (status == 0) return operation;
+    }
+    faulty_operation_free(operation);
     return NULL;
 }
 
-static int answered(faulty_flight *flight, int answer) {
-    hxa_instance *self = flight->self;
+static int answered(faulty_operation *operation, int answer) {
+    hxa_instance *self = operation->self;
     if (answer == HXA_PENDING) return answer;
     pthread_mutex_lock(&self->lock);
-    const int later = answer == HXA_DONE && flight->fate.any;
-    if (later) faulty_call_wait(flight);
-    else faulty_call_close(flight);
+    const int later = answer == HXA_DONE && operation->effects.any;
+    if (later) report_later(operation);
+    else close_call(operation);
     pthread_mutex_unlock(&self->lock);
     if (later) return HXA_PENDING;
-    if (answer < 0) flight->outer->native = flight->op.native;
-    free(flight);
+    if (answer < 0) operation->outer->native = operation->op.native;
+    faulty_operation_free(operation);
     return answer;
 }
 
 int faulty_start(hxa_instance *self, hxa_op *op) {
-    faulty_flight *flight = begin(self, FAULTY_START, op);
-    if (flight == NULL) return -HXA_E_NOMEM;
-    return answered(flight, self->table->start != NULL ? self->table->start(self->inner, &flight->op) : HXA_DONE);
+    faulty_operation *operation = begin(self, FAULTY_START, op);
+    if (operation == NULL) return -HXA_E_NOMEM;
+    return answered(operation, self->table->start != NULL ? self->table->start(self->inner, &operation->op) : HXA_DONE);
 }
 
 int faulty_shutdown(hxa_instance *self, hxa_op *op) {
-    faulty_flight *flight = begin(self, FAULTY_SHUTDOWN, op);
-    if (flight == NULL) return -HXA_E_NOMEM;
-    return answered(flight, self->table->shutdown != NULL ? self->table->shutdown(self->inner, &flight->op) : HXA_DONE);
+    faulty_operation *operation = begin(self, FAULTY_SHUTDOWN, op);
+    if (operation == NULL) return -HXA_E_NOMEM;
+    return answered(operation, self->table->shutdown != NULL ? self->table->shutdown(self->inner, &operation->op) : HXA_DONE);
 }
 
 int faulty_link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
-    faulty_flight *flight = begin(link->self, FAULTY_CONNECT, op);
-    if (flight == NULL) {
+    faulty_operation *operation = begin(link->self, FAULTY_CONNECT, op);
+    if (operation == NULL) {
         for (uint32_t i = 0; i < card->nfds && i < HXA_CARD_FDS; i++) close(card->fds[i]);
         return -HXA_E_NOMEM;
     }
-    return answered(flight, link->self->table->link_connect(link->inner, card, &flight->op));
+    return answered(operation, link->self->table->link_connect(link->inner, card, &operation->op));
 }
 
 int faulty_mem_ready(hxa_mem *mem, hxa_op *op) {
     hxa_instance *self = mem->self;
-    faulty_flight *flight = begin(self, FAULTY_READY, op);
-    if (flight == NULL) return -HXA_E_NOMEM;
-    return answered(flight, self->table->mem_ready != NULL ? self->table->mem_ready(mem->inner, &flight->op) : HXA_DONE);
+    faulty_operation *operation = begin(self, FAULTY_READY, op);
+    if (operation == NULL) return -HXA_E_NOMEM;
+    return answered(operation, self->table->mem_ready != NULL ? self->table->mem_ready(mem->inner, &operation->op) : HXA_DONE);
 }
 
 int faulty_mem_retire(hxa_mem *mem, hxa_op *op) {
     hxa_instance *self = mem->self;
-    faulty_flight *flight = begin(self, FAULTY_RETIRE, op);
-    if (flight == NULL) return -HXA_E_NOMEM;
+    faulty_operation *operation = begin(self, FAULTY_RETIRE, op);
+    if (operation == NULL) return -HXA_E_NOMEM;
     if (self->table->mem_retire != NULL) {
-        const int answer = answered(flight, self->table->mem_retire(mem->inner, &flight->op));
+        const int answer = answered(operation, self->table->mem_retire(mem->inner, &operation->op));
         if (answer >= 0) free(mem);
         return answer;
     }
     /* The pages may be the wrapped driver's, so they go last, and on the loop's thread. */
-    if (flight->fate.any) flight->mem = mem;
+    if (operation->effects.any) operation->mem = mem;
     else {
         self->table->mem_release(mem->inner);
         free(mem);
     }
-    return answered(flight, HXA_DONE);
+    return answered(operation, HXA_DONE);
 }
 
-/* ---- messages ----------------------------------------------------------------------------------------------------------- */
-
-void faulty_say(hxa_link *link, const faulty_saying *saying) {
-    hxa_instance *self = link->self;
-    const hxa_event event = {
-        .link = link->cookie, .kind = HXA_EVENT_MESSAGE, .data = saying->data, .data_len = saying->len};
-    self->outer.event(self->outer.ctx, &event);
-}
-
-/* A driver that takes no messages shows them as notifications; what says nothing is nonsense. */
-int faulty_message(hxa_link *link, const void *data, size_t len) {
-    static const char topic[] = "faulty.said";
-    hxa_instance *self = link->self;
-    if (self->table->message != NULL) return self->table->message(link->inner, data, len);
-    if (len == 0) return -HXA_E_PROTOCOL;
-    const hxa_event event = {
-        .link = link->cookie, .kind = HXA_EVENT_NOTE, .topic = topic, .topic_len = sizeof topic - 1, .data = data,
-        .data_len = (uint32_t)len};
-    self->outer.event(self->outer.ctx, &event);
-    return 0;
+int faulty_link_fence(hxa_link *link, hxa_op *op) {
+    faulty_operation *call = faulty_call_forward(link, op);
+    if (call == NULL) return -HXA_E_NOMEM;
+    const int answer = link->self->table->link_fence(link->inner, &call->op);
+    if (answer == HXA_PENDING) return answer;
+    if (answer < 0) op->native = call->op.native;
+    faulty_operation_free(call);
+    return answer;
 }

@@ -1,9 +1,12 @@
-/* Regions: allocated ones are segments, registered ones stay where they are and are reached by process_vm_*. */
-#include "shm.h"
+#include "memory.h"
 
-#include <fcntl.h>
 #include <stdlib.h>
-#include <unistd.h>
+
+#include "descriptor.h"
+#include "op.h"
+#include "region.h"
+#include "segment.h"
+#include "workers.h"
 
 enum { IMPORT_AT_ONCE = 4 * SHM_PAGE };       /* populating more than this is a copy thread's work */
 static const uint32_t ALL_RIGHTS = HXA_RIGHT_READ | HXA_RIGHT_WRITE;
@@ -27,7 +30,7 @@ void shm_mem_release(hxa_mem *mem) {
     hxa_instance *self = mem->self;
     if (mem->kind == SHM_OWNED) shm_segment_unmap(mem->base, mem->mapped);
     else shm_segment_unmap_peer(mem->base, mem->mapped);
-    if (mem->fd >= 0) close(mem->fd);
+    shm_fd_close(mem->fd);
     if (mem->next != NULL) mem->next->prev = mem->prev;
     if (mem->prev != NULL) mem->prev->next = mem->next;
     else self->memories = mem->next;
@@ -74,13 +77,13 @@ int shm_mem_export(hxa_mem *mem, uint32_t rights, hxa_card *card) {
         .address = mem->kind == SHM_REGISTERED ? (uint64_t)(uintptr_t)mem->base : 0};
     memset(card, 0, sizeof *card);
     if (mem->kind == SHM_OWNED) {
-        /* The seal on a region that nobody may write holds for every descriptor; else a reader needs one that can't write. */
+        /* The seal on a region that no peer may write to holds for every descriptor; else a reader needs one that cannot write. */
         if ((mem->rights & HXA_RIGHT_WRITE) && !(rights & HXA_RIGHT_WRITE)) {
             const int status = shm_segment_reader(mem->fd, &card->fds[0]);
             if (status != 0) return status;
         } else {
-            card->fds[0] = fcntl(mem->fd, F_DUPFD_CLOEXEC, 0);
-            if (card->fds[0] < 0) return -HXA_E_NOMEM;
+            const int status = shm_fd_duplicate(mem->fd, &card->fds[0]);
+            if (status != 0) return status;
         }
         card->nfds = 1;
     }
@@ -92,8 +95,7 @@ int shm_mem_export(hxa_mem *mem, uint32_t rights, hxa_card *card) {
 /* The segment is checked before it is mapped, and its descriptor is closed whatever comes out. */
 static int import_segment(hxa_mem *made, const hxa_card *card, uint32_t rights) {
     if (card->nfds != 1) return -HXA_E_PROTOCOL;
-    uint64_t actual;
-    int status = shm_segment_check(card->fds[0], made->size, &actual);
+    int status = shm_segment_check(card->fds[0], made->size);
     if (status != 0) return status;
     const uint64_t bytes = shm_pages(made->size);
     status = shm_segment_map_peer(card->fds[0], bytes, (rights & HXA_RIGHT_WRITE) != 0, &made->base);
@@ -110,16 +112,16 @@ static int import_start(hxa_link *link, const hxa_card *card, const shm_mem_card
     if (made->kind == SHM_REMOTE) made->base = (uint8_t *)(uintptr_t)about->address;
     else status = import_segment(made, card, rights);
     if (status == 0 && made->mapped > IMPORT_AT_ONCE) {
-        status = shm_pool_ready(link->self, 1);
+        status = shm_workers_ready(link->self, 0, 0);
         if (status == 0) {
             *mem = made;
             shm_op_accept(op, link, made, SHM_IMPORT);
-            shm_pool_push(link->self, op);
+            shm_pool_push(&link->self->pool, op);
             return HXA_PENDING;
         }
     } else if (status == 0 && made->mapped != 0) {
-        op->native = shm_segment_populate(made->base, made->mapped, (rights & HXA_RIGHT_WRITE) != 0);
-        if (op->native != 0) status = -HXA_E_SYSTEM;
+        const int error = shm_segment_populate(made->base, made->mapped, (rights & HXA_RIGHT_WRITE) != 0);
+        if (error != 0) status = shm_refusal_of(error);
     }
     if (status != 0) {
         shm_mem_release(made);
@@ -143,11 +145,24 @@ int shm_mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t
         else if (about.size != size || (about.kind == SHM_REGISTERED && card->nfds != 0)) status = -HXA_E_PROTOCOL;
         else if (about.kind == SHM_REGISTERED && (about.address == 0 || about.address + size < size)) status = -HXA_E_PROTOCOL;
         else if (rights & ~about.rights) status = -HXA_E_RIGHTS;
-        else if (about.kind == SHM_REGISTERED && link->vm_errno != 0) {
-            op->native = link->vm_errno;
-            status = -HXA_E_RIGHTS;
-        } else status = import_start(link, card, &about, rights, mem, op);
+        else if (about.kind == SHM_REGISTERED && link->process.error != 0)
+            status = HXA_REFUSAL(HXA_E_RIGHTS, link->process.error);
+        else status = import_start(link, card, &about, rights, mem, op);
     }
-    shm_close_card(card);
-    return status;
+    shm_card_close(card);
+    return status < 0 ? shm_refuse(op, status) : status;
+}
+
+int shm_mem_borrow(hxa_link *link, hxa_mem *mem, void **address) {
+    if (mem->link != link || mem->kind != SHM_MAPPED) return -HXA_E_UNSUPPORTED;
+    if (!shm_link_enter(link)) return -HXA_E_LINK;
+    shm_add_sc(&link->refs, 1u);
+    *address = mem->base;
+    return HXA_DONE;
+}
+
+void shm_mem_return(hxa_link *link, hxa_mem *mem) {
+    (void)mem;
+    shm_link_leave(link);
+    shm_link_unref(link);
 }

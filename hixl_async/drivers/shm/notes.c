@@ -1,17 +1,7 @@
-/* Sending notifications.
- *
- * The loop and the copy threads all append to the peer's ring, and none may wait for another.  `busy` counts who wants to: the
- * one that made it 1 holds the ring and works until nobody came meanwhile; the others leave their op on the stack and go.
- * Ops whose notification finds the ring full wait in `waiting`, in order, and the peer rings our bell when it has read.
- */
-#include "shm.h"
+#include "notes.h"
 
-static void wait_last(hxa_link *link, hxa_op *op) {
-    shm_job_of(op)->next = NULL;
-    if (link->waiting == NULL) link->waiting = op;
-    else shm_job_of(link->waiting_last)->next = op;
-    link->waiting_last = op;
-}
+#include "op.h"
+#include "ring.h"
 
 static void give_up(hxa_op *op, int32_t status) {
     __atomic_fetch_or(&shm_job_of(op)->state, SHM_FINAL, __ATOMIC_SEQ_CST);
@@ -20,15 +10,15 @@ static void give_up(hxa_op *op, int32_t status) {
     shm_op_finish(op);
 }
 
-/* Ends those that are cancelled, or all if the link is not up any more. */
+/* End those that are cancelled, or all if the link is not up any more. */
 static void sweep(hxa_link *link, int all) {
-    hxa_op *op = link->waiting;
-    link->waiting = link->waiting_last = NULL;
+    hxa_op *op = link->waiting.first;
+    link->waiting.first = link->waiting.last = NULL;
     for (hxa_op *next; op != NULL; op = next) {
         next = shm_job_of(op)->next;
         if (all) give_up(op, HXA_E_LINK);
         else if (shm_load_sc(&shm_job_of(op)->state) == SHM_CANCELLED) give_up(op, HXA_E_CANCELLED);
-        else wait_last(link, op);
+        else shm_queue_push(&link->waiting, op);
     }
 }
 
@@ -54,15 +44,15 @@ static void put(hxa_link *link, const hxa_batch *batch) {
 static void work(hxa_link *link) {
     for (hxa_op *op = shm_stack_take(&link->incoming), *next; op != NULL; op = next) {
         next = shm_job_of(op)->next;
-        wait_last(link, op);
+        shm_queue_push(&link->waiting, op);
     }
     if (shm_swap_sc(&link->scrub, 0u) != 0) sweep(link, 0);
     uint32_t sent = 0;
-    while (link->waiting != NULL && shm_load_acq(&link->state) == SHM_UP) {
-        hxa_op *op = link->waiting;
+    while (link->waiting.first != NULL && shm_load_acq(&link->state) == SHM_UP) {
+        hxa_op *op = link->waiting.first;
         const hxa_batch *batch = (const hxa_batch *)shm_job_of(op)->what;
         if (room(link, batch) != SHM_RING_OK) break;
-        link->waiting = shm_job_of(op)->next;
+        link->waiting.first = shm_job_of(op)->next;
         op->status = shm_op_decide(op);
         if (op->status == 0) {
             put(link, batch);
@@ -72,10 +62,10 @@ static void work(hxa_link *link) {
     }
     if (sent != 0) shm_link_wake(link);
     if (shm_load_acq(&link->state) != SHM_UP) sweep(link, 1);
-    if (link->waiting == NULL) shm_store(&link->starved, 0u);
+    if (link->waiting.first == NULL) shm_store(&link->starved, 0u);
 }
 
-/* The holder leaves: only when nobody asked since it last looked. */
+/* The holder leaves: only when no other thread asked since it last looked. */
 static void leave(hxa_link *link) {
     uint32_t seen = shm_load_sc(&link->busy);
     if (seen == 1 && __atomic_compare_exchange_n(&link->busy, &seen, 0, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return;
@@ -85,28 +75,25 @@ static void leave(hxa_link *link) {
     } while (!__atomic_compare_exchange_n(&link->busy, &seen, 0, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
 }
 
-/* Any thread: sends what can be sent, or leaves it to who is just doing that. */
 void shm_notes_pump(hxa_link *link) {
     shm_add_sc(&link->refs, 1u);       /* the last op may end here, and with it the link's stop */
     if (shm_add_sc(&link->busy, 1u) == 0) {
-        shm_add_sc(&link->busy, 1u);   /* as if somebody had come: leave works before it goes */
+        shm_add_sc(&link->busy, 1u);   /* as if another had come: leave works before it goes */
         leave(link);
     }
     shm_link_unref(link);
 }
 
-/* An accepted op whose data has landed: its notification is next. */
 void shm_notes_queue(hxa_link *link, hxa_op *op) {
     shm_stack_push(&link->incoming, op);
     shm_notes_pump(link);
 }
 
-/* The loop, for a batch that is done but for its notification: DONE if that went out, else the op waits. */
 int shm_notes_send(hxa_link *link, const hxa_batch *batch, hxa_op *op) {
     uint32_t idle = 0;
     int sent = 0;
     if (__atomic_compare_exchange_n(&link->busy, &idle, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-        if (link->waiting == NULL && shm_load_acq(&link->incoming) == NULL && room(link, batch) == SHM_RING_OK) {
+        if (link->waiting.first == NULL && shm_load_acq(&link->incoming) == NULL && room(link, batch) == SHM_RING_OK) {
             put(link, batch);
             shm_link_wake(link);
             sent = 1;
@@ -121,7 +108,6 @@ int shm_notes_send(hxa_link *link, const hxa_batch *batch, hxa_op *op) {
     return HXA_PENDING;
 }
 
-/* The loop, after arming: would a pump send something? */
 int shm_notes_ready(hxa_link *link) {
     return shm_load_sc(&link->starved) != 0 && shm_load_sc(&link->peer->tail) != shm_load(&link->tail_seen);
 }

@@ -1,10 +1,6 @@
-/* Notification records: one producer, one consumer, in memory that both can write.
- *
- * head and tail count bytes and never wrap; a record is 16 bytes of header, topic, note, padded to 16, and never crosses the
- * end of the ring: what is left there is skipped.  Each side keeps its own counter to itself and believes the other's only
- * within limits.  Nothing is parsed where the other side can still change it.
- */
-#include "shm.h"
+#include "ring.h"
+
+#include "atomic.h"
 
 typedef struct record {
     uint32_t bytes;                    /* of the whole record */
@@ -25,7 +21,6 @@ static uint64_t skipped(uint32_t capacity, uint64_t head, uint64_t bytes) {
     return left < bytes ? left : 0;
 }
 
-/* Producer: is there room for a record?  OK, FULL, or CORRUPT: the other side's tail makes no sense. */
 int shm_ring_room(shm_half *half, uint32_t capacity, uint64_t head, uint64_t *tail_seen, uint64_t payload) {
     const uint64_t bytes = padded(payload), need = bytes + skipped(capacity, head, bytes);
     uint64_t tail = shm_load(tail_seen);
@@ -36,7 +31,6 @@ int shm_ring_room(shm_half *half, uint32_t capacity, uint64_t head, uint64_t *ta
     return capacity - (head - now) >= need ? SHM_RING_OK : SHM_RING_FULL;
 }
 
-/* Producer: only after room answered OK. */
 void shm_ring_put(shm_half *half, uint32_t capacity, uint64_t *head, const void *topic, uint32_t topic_len, const void *note,
                   uint32_t note_len) {
     const uint64_t bytes = padded((uint64_t)topic_len + note_len), skip = skipped(capacity, *head, bytes);
@@ -54,7 +48,6 @@ void shm_ring_put(shm_half *half, uint32_t capacity, uint64_t *head, const void 
     shm_store_sc(&half->head, *head);
 }
 
-/* Consumer: the record at *tail, head being a snapshot.  OK: topic and note lie in text, one behind the other. */
 int shm_ring_get(shm_half *half, uint32_t capacity, uint64_t *tail, uint64_t head, uint64_t note_bytes, uint8_t *text,
                  uint32_t *topic_len, uint32_t *note_len) {
     for (;;) {

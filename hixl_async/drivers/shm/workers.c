@@ -1,59 +1,42 @@
-/* Copy threads: they take turns on all queued ops, one chunk at a time, several on one op if it is large.
- *
- * The loop pushes ops on a stack and wakes; all else is between the threads, under their mutex.  A mutex holder walks at most
- * SHM_CHUNK_DESCRIPTORS descriptors; copies, posts and wake-ups happen outside of it.
- */
-#include "shm.h"
+#include "workers.h"
 
-#include <limits.h>
-#include <linux/futex.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
+
+#include "copy.h"
+#include "notes.h"
+#include "op.h"
+#include "region.h"
+#include "segment.h"
 
 enum {
     POPULATE_CHUNK = 256 << 10,        /* populating holds up mmap and munmap on the loop */
+    CHUNK_DESCRIPTORS = 4096,          /* most in one chunk of a copy */
     LOWEST_FIRST_EVERY = 8,            /* so that nothing starves */
     SMALL_BYTES = 16 << 10,            /* ops up to this, and ... */
     SMALL_DESCRIPTORS = 64,            /* ... of no more descriptors are taken several at a time */
     TURN = 16,                         /* most chunks of one turn at the mutex */
-    LOOK_NS = 50000,                   /* an idle thread looks for so long before it sleeps, where that paid the last time */
     PACES_PER_SECOND = 100,            /* a link with a limit moves at most so much of its second at once */
     CATCH_UP_NS = 1000000000 / PACES_PER_SECOND
 };
 
 typedef struct chunk { hxa_op *op; uint32_t index; uint64_t offset, bytes; } chunk;
 
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 /* ---- queues; under the mutex ----------------------------------------------------------------------------------------- */
 
 static void queue_push(shm_queue *queue, hxa_op *op) {
-    shm_job_of(op)->next = NULL;
-    if (queue->first == NULL) queue->first = op;
-    else shm_job_of(queue->last)->next = op;
-    queue->last = op;
+    shm_queue_push(queue, op);
     shm_job_of(op)->queued = 1;
 }
 
 static void queue_remove(shm_queue *queue, hxa_op *op) {
-    hxa_op *before = NULL;
-    for (hxa_op *at = queue->first; at != op; at = shm_job_of(at)->next) before = at;
-    if (before == NULL) queue->first = shm_job_of(op)->next;
-    else shm_job_of(before)->next = shm_job_of(op)->next;
-    if (queue->last == op) queue->last = before;
+    shm_queue_remove(queue, op);
     shm_job_of(op)->queued = 0;
 }
 
 static shm_queue *queue_of(shm_pool *pool, const hxa_op *op) {
-    const shm_job *job = (const shm_job *)(const void *)op->scratch;
+    const shm_job *job = shm_job_seen(op);
     const int32_t priority = job->kind == SHM_COPY ? ((const hxa_batch *)job->what)->priority : HXA_PRIORITY_NORMAL;
     return &pool->queues[priority > HXA_PRIORITY_NORMAL ? 0 : priority < HXA_PRIORITY_NORMAL ? 2 : 1];
 }
@@ -62,14 +45,14 @@ static shm_queue *queue_of(shm_pool *pool, const hxa_op *op) {
 static int held_back(shm_pool *pool, hxa_op *op, uint64_t *now) {
     const shm_job *job = shm_job_of(op);
     if (job->kind != SHM_COPY || shm_load(&job->link->pace) == 0) return 0;
-    if (*now == 0) *now = now_ns();
+    if (*now == 0) *now = shm_now_ns();
     if (job->link->free_at <= *now) return 0;
     if (pool->due == 0 || job->link->free_at < pool->due) pool->due = job->link->free_at;
     return 1;
 }
 
 static int is_small(const hxa_op *op) {
-    const shm_job *job = (const shm_job *)(const void *)op->scratch;
+    const shm_job *job = shm_job_seen(op);
     const hxa_batch *batch = (const hxa_batch *)job->what;
     return job->kind == SHM_COPY && batch->bytes <= SMALL_BYTES && batch->n <= SMALL_DESCRIPTORS;
 }
@@ -139,7 +122,7 @@ static chunk carve(hxa_instance *self, hxa_op *op, uint64_t now) {
         const uint64_t pace = shm_load(&job->link->pace);
         uint64_t most = self->chunk_bytes;
         if (pace != 0 && pace / PACES_PER_SECOND < most) most = pace / PACES_PER_SECOND + 1;
-        for (uint32_t n = 0; n < SHM_CHUNK_DESCRIPTORS && job->index < batch->n && cut.bytes < most; n++) {
+        for (uint32_t n = 0; n < CHUNK_DESCRIPTORS && job->index < batch->n && cut.bytes < most; n++) {
             const uint64_t rest = batch->desc[job->index].len - job->offset, space = most - cut.bytes;
             if (rest > space) {
                 job->offset += space;
@@ -171,7 +154,7 @@ static void run_chunk(const chunk *cut, shm_outcome *out) {
         const hxa_mem *mem = (const hxa_mem *)job->what;
         const int error = shm_segment_populate(mem->base + cut->offset, cut->bytes, (mem->rights & HXA_RIGHT_WRITE) != 0);
         if (error == 0) out->bytes = cut->bytes;
-        else *out = (shm_outcome){.status = error == ENOMEM ? HXA_E_NOMEM : HXA_E_SYSTEM, .native = error, .failed = -1};
+        else *out = (shm_outcome){.status = hxa_refusal_status(shm_refusal_of(error)), .native = error, .failed = -1};
         return;
     }
     if (shm_load_sc(&job->state) & SHM_CANCELLED) {
@@ -200,52 +183,38 @@ static int account(shm_pool *pool, hxa_op *op, const shm_outcome *out) {
     return job->flight == 0 && !job->queued;
 }
 
-static int work_waits(shm_pool *pool) {
-    return shm_load_sc(&pool->incoming) != NULL || shm_load_sc(&pool->backlog) != 0 || shm_load_sc(&pool->purge) != 0
-           || shm_load_sc(&pool->stopping) != 0;
-}
-
-/* Dekker: we say that we sleep, then look; who makes work stores it, then looks for sleepers. */
-static void rest(shm_pool *pool, uint64_t due) {
-    const uint32_t epoch = shm_load_sc(&pool->epoch);
-    shm_add_sc(&pool->sleepers, 1u);
-    if (!work_waits(pool)) {
-        struct timespec left = {0, 0};
-        const uint64_t now = due != 0 ? now_ns() : 0;
-        if (due > now) left = (struct timespec){(time_t)((due - now) / 1000000000u), (long)((due - now) % 1000000000u)};
-        if (due == 0 || due > now)
-            syscall(SYS_futex, &pool->epoch, FUTEX_WAIT_PRIVATE, epoch, due != 0 ? &left : NULL, NULL, 0);
+/* All chunks of the op are joined: its signal, its notification, its end.  op->status tells whether the data arrived. */
+static void landed(hxa_op *op) {
+    shm_job *job = shm_job_of(op);
+    hxa_link *link = job->link;
+    const hxa_batch *batch = job->kind == SHM_COPY ? (const hxa_batch *)job->what : NULL;
+    if (batch != NULL) {
+        hxa_stats *stats = &link->self->others;
+        shm_add(batch->verb == HXA_READ ? &stats->bytes_read : &stats->bytes_written, op->bytes);
     }
-    shm_sub_sc(&pool->sleepers, 1u);
-}
-
-static void pause_briefly(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-/* Nothing to do.  Where ops follow each other closely, to sleep in between costs both sides more than the copies: the loop a
- * system call for each, the thread its wake-up.  So a thread whose last wait was short looks before it sleeps; one at a time. */
-static void idle(shm_pool *pool, uint64_t due, uint64_t *waited) {
-    const uint64_t since = now_ns();
-    if (due == 0 && *waited < LOOK_NS && pool->may_look && shm_swap_sc(&pool->looking, 1u) == 0) {
-        do {
-            for (int i = 0; i < 32 && !work_waits(pool); i++) pause_briefly();
-            sched_yield();             /* the loop may have been put on our CPU */
-        } while (!work_waits(pool) && now_ns() - since < LOOK_NS);
-        shm_store_sc(&pool->looking, 0u);
+    if (op->status == 0 && batch != NULL && batch->signal != NULL) {
+        if (!shm_link_enter(link)) {
+            op->status = HXA_E_LINK;
+            op->scope = HXA_SCOPE_LINK;
+        } else {
+            op->status = shm_op_decide(op);
+            shm_outcome out;
+            if (op->status == 0 && shm_signal_store(link, batch, &out) != 0) {
+                op->status = out.status;
+                op->native = out.native;
+                op->scope = out.scope;
+            }
+            shm_link_leave(link);
+            shm_link_wake(link);
+        }
     }
-    rest(pool, due);
-    *waited = now_ns() - since;
-}
-
-static void wake(shm_pool *pool, uint32_t most) {
-    if (shm_load_sc(&pool->sleepers) == 0 || (most == 1 && shm_load_sc(&pool->looking) != 0)) return;
-    shm_add_sc(&pool->epoch, 1u);
-    syscall(SYS_futex, &pool->epoch, FUTEX_WAKE_PRIVATE, most, NULL, NULL, 0);
+    if (op->status == 0 && batch != NULL && batch->topic != NULL) {
+        shm_notes_queue(link, op);
+        return;
+    }
+    const int32_t decided = shm_op_decide(op);
+    if (op->status == 0) op->status = decided;
+    shm_op_finish(op);
 }
 
 static void *work(void *arg) {
@@ -279,13 +248,13 @@ static void *work(void *arg) {
         const uint64_t due = n == 0 ? pool->due : 0;
         shm_store_sc(&pool->backlog, backlog);
         pthread_mutex_unlock(&pool->lock);
-        if (backlog) wake(pool, 1);    /* each thread that finds more than it can do calls another */
+        if (backlog) shm_pool_call(pool);    /* each thread that finds more than it can do calls another */
         for (hxa_op *next; ended != NULL; ended = next) {
             next = shm_job_of(ended)->next;
-            shm_op_landed(ended);
+            landed(ended);
         }
         if (n == 0) {
-            idle(pool, due, &waited);
+            shm_pool_idle(pool, due, &waited);
             continue;
         }
         shm_outcome out[TURN];
@@ -294,7 +263,7 @@ static void *work(void *arg) {
         for (int i = 0; i < n; i++) last[i] = account(pool, cuts[i].op, &out[i]);
         pthread_mutex_unlock(&pool->lock);
         for (int i = 0; i < n; i++)
-            if (last[i]) shm_op_landed(cuts[i].op);
+            if (last[i]) landed(cuts[i].op);
     }
     return NULL;
 }
@@ -309,7 +278,7 @@ static int start(hxa_instance *self) {
     pthread_sigmask(SIG_SETMASK, &all, &before);       /* signals are for the threads of the program */
     const int error = pthread_create(&pool->threads[pool->started], NULL, work, self);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error != 0) return -HXA_E_NOMEM;
+    if (error != 0) return HXA_REFUSAL(HXA_E_NOMEM, error);
     snprintf(name, sizeof name, "hixl-shm-%u", pool->started);
     pthread_setname_np(pool->threads[pool->started], name);
     pool->started++;
@@ -317,8 +286,8 @@ static int start(hxa_instance *self) {
     return 0;
 }
 
-/* Before work of that many chunks is accepted: enough threads, or at least one. */
-int shm_pool_ready(hxa_instance *self, uint64_t chunks) {
+int shm_workers_ready(hxa_instance *self, uint64_t bytes, uint64_t descriptors) {
+    const uint64_t chunks = bytes / self->chunk_bytes + descriptors / CHUNK_DESCRIPTORS + 1;
     shm_pool *pool = &self->pool;
     while (pool->started < pool->limit && (pool->started < chunks || shm_load_sc(&pool->sleepers) == 0)) {
         const int status = start(self);
@@ -328,45 +297,11 @@ int shm_pool_ready(hxa_instance *self, uint64_t chunks) {
     return 0;
 }
 
-void shm_pool_push(hxa_instance *self, hxa_op *op) {
-    shm_stack_push(&self->pool.incoming, op);
-    wake(&self->pool, 1);
-}
-
-/* Most bytes per second that ops of the link may move from now on. */
-int shm_link_pace(hxa_link *link, uint64_t bytes_per_second) {
-    shm_store(&link->pace, bytes_per_second);
-    wake(&link->self->pool, INT_MAX);  /* what waited by the old limit */
-    return 0;
-}
-
-/* Is it queued, and no part of it being copied? */
 int shm_waits(hxa_link *link, const hxa_op *op) {
     shm_pool *pool = &link->self->pool;
-    const shm_job *job = (const shm_job *)(const void *)op->scratch;
+    const shm_job *job = shm_job_seen(op);
     pthread_mutex_lock(&pool->lock);
     const int waits = job->queued && job->flight == 0;
     pthread_mutex_unlock(&pool->lock);
     return waits;
-}
-
-/* Some op must not go on: let a thread look for it. */
-void shm_pool_purge(hxa_instance *self) {
-    shm_store_sc(&self->pool.purge, 1u);
-    wake(&self->pool, 1);
-}
-
-int shm_pool_open(shm_pool *pool, uint32_t limit) {
-    pool->limit = limit;
-    pool->may_look = sysconf(_SC_NPROCESSORS_ONLN) > 1;
-    return pthread_mutex_init(&pool->lock, NULL) == 0 ? 0 : -HXA_E_NOMEM;
-}
-
-void shm_pool_close(hxa_instance *self) {
-    shm_pool *pool = &self->pool;
-    shm_store_sc(&pool->stopping, 1u);
-    wake(pool, INT_MAX);
-    for (uint32_t i = 0; i < pool->started; i++) pthread_join(pool->threads[i], NULL);
-    shm_store(&self->loop.threads, 0);
-    pthread_mutex_destroy(&pool->lock);
 }

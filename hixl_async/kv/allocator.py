@@ -1,4 +1,4 @@
-"""Who has which block: the book-keeping of a pool.  Pure: no engine, no loop; waiting is an object that is granted
+"""The state of each block of a pool.  Pure: no engine, no loop; a request that has to wait is an object that is granted
 later."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
 
-__all__ = ["BlockState", "Ledger", "Request"]
+__all__ = ["Allocator", "BlockState", "Request"]
 
 
 class BlockState(IntEnum):
@@ -29,7 +29,7 @@ class Request:
         self.ids: tuple[int, ...] = ()
 
 
-class Ledger:
+class Allocator:
     """Lends blocks all-or-nothing, strictly first come, first served: a small request never overtakes a large one.
 
     Without an order its memory grows with the blocks that were lent, not with the pool.
@@ -53,29 +53,29 @@ class Ledger:
         self._queue: deque[Request] = deque()
 
     def count(self, state: BlockState) -> int:
-        """Number of blocks in `state`."""
+        """Return the number of blocks in `state`."""
         return self._counts[state]
 
     @property
     def waiting(self) -> int:
-        """Number of requests that are not granted yet."""
+        """The number of requests that are not granted yet."""
         return len(self._queue)
 
     def request(self, count: int) -> Request:
-        """Asks for `count` blocks: granted at once if nobody waits and there are enough, else it queues."""
+        """Ask for `count` blocks: granted at once if no request waits and there are enough, else queued."""
         request = Request(count)
         self._queue.append(request)
         self._grant()
         return request
 
     def request_now(self, count: int) -> Request | None:
-        """Like `request`, but None where it would have to wait."""
+        """Ask for `count` blocks like `request`, but return None where it would have to wait."""
         if self._queue or count > self._counts[BlockState.FREE]:
             return None
         return self.request(count)
 
     def withdraw(self, request: Request) -> list[Request]:
-        """Gives up a request, granted or not.  Answers the requests that this grants, oldest first."""
+        """Give up a request, granted or not, and return the requests that this grants, oldest first."""
         if request.ids:
             ids, request.ids = request.ids, ()
             return self.release(ids)
@@ -84,11 +84,11 @@ class Ledger:
         return self._grant()
 
     def quarantine(self, ids: Sequence[int]) -> None:
-        """Reserved blocks whose user has gone, but which somebody may still touch."""
+        """Keep reserved blocks that were given back, because a peer or a push may still touch them."""
         self._move(ids, {BlockState.RESERVED}, BlockState.QUARANTINED)
 
     def release(self, ids: Sequence[int]) -> list[Request]:
-        """Blocks come back, from their user or from quarantine.  Answers the requests that this grants."""
+        """Free reserved or quarantined blocks, and return the requests that this grants, oldest first."""
         self._move(ids, {BlockState.RESERVED, BlockState.QUARANTINED}, BlockState.FREE)
         for block in ids:
             heapq.heappush(self._returned, self._rank[block])
@@ -104,14 +104,15 @@ class Ledger:
         return granted
 
     def _take(self) -> int:
-        """The lowest free rank."""
+        """Return the lowest free rank."""
         if self._returned:
             return heapq.heappop(self._returned)
         self._fresh += 1
         return self._fresh - 1
 
     def _move(self, ids: Sequence[int], expected: set[BlockState], state: BlockState) -> None:
-        # The one gate for a block's state.  A block lent or returned twice would corrupt somebody's cache silently.
+        # All changes of a block's state happen here.  A block that is lent or returned twice would silently corrupt the
+        # cache of another request.
         states, counts, free = self._states, self._counts, BlockState.FREE
         for block in ids:
             before = states.get(block, free)

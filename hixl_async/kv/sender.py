@@ -1,4 +1,4 @@
-"""The pushed layers of one stream: queued until they are ready, then flying, then released."""
+"""The pushed layers of one stream: queued until they are ready, then in flight, then released."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import hixl_async
-
+from ..core.batch import Batch
+from .context import PoolContext
+from .lease import Lease
 from .protocol import WORD, Ticket
+from .states import ProducerState
 
 if TYPE_CHECKING:
-    from .. import RemoteRegion, Transfer
-    from .blocks import Blocks
-    from .pool import Pool
-    from .states import ProducerState
+    from ..core.transfer import Transfer
+    from ..engine.region import RemoteRegion
 
-__all__ = ["Flights"]
+__all__ = ["Sender"]
 
-#: Layers share the link while they fly, and one that waits for its turn lands no later.  So only as many fly as keep the link
-#: busy: this many bytes, and at least two layers.
+#: Layers in flight share the link, and one that waits for its turn lands no later.  So only as many are in flight as keep the
+#: link busy: this many bytes, and at least two layers.
 WINDOW = 8 << 20
 
 
@@ -31,78 +31,86 @@ class _Push(NamedTuple):
     question: Callable[[], Any] | None
 
 
-class Flights:
+class Sender:
     """Starts the layers of a stream, in the order of the pushes, each as soon as its ready mark says so.
 
-    :param pool: the producer's pool.
-    :param ticket: where the layers go.
+    :param context: of the producer's pool.
+    :param ticket: names the consumer's blocks.
     :param state: the stream's state, told of every start, landing and release.
-    :param lock: guards `state` and what `add` touches, for layers are added by any thread.
+    :param lock: guards `state` and what `add` touches, because any thread may add layers.
     :param landed: called after a landing.
-    :param failed: called with a reason and its cause when a layer cannot fly, or has failed.
+    :param failed: called with a reason and its cause when a layer cannot be sent, or has failed.
     """
 
     def __init__(
         self,
-        pool: Pool,
+        context: PoolContext,
         ticket: Ticket,
         state: ProducerState,
         lock: threading.Lock,
         landed: Callable[[], None],
         failed: Callable[[str, BaseException | None], None],
     ) -> None:
-        self.remote: RemoteRegion | None = None
-        self.signals: RemoteRegion | None = None
-        self._pool = pool
+        self._context = context
         self._ticket = ticket
         self._state = state
         self._lock = lock
         self._landed = landed
         self._failed = failed
+        self._remote: RemoteRegion | None = None
+        self._signals: RemoteRegion | None = None
         self._rows: dict[tuple[int, ...], Any] = {}
         self._transfers: dict[int, Transfer] = {}
-        self._flying: dict[int, int] = {}  # bytes by layer
+        self._in_flight: dict[int, int] = {}  # bytes by layer
         self._queue: deque[_Push] = deque()
-        self._sources: set[Blocks] = set()
+        self._sources: set[Lease] = set()
         self._pump_is_due = False
 
-    def add(self, layer: int, blocks: Blocks, question: Callable[[], Any] | None) -> bool:
-        """Queues a layer; the lock is held.  Answers whether `pump` has to be called, and nobody has seen to it yet.
+    def aim(self, remote: RemoteRegion, signals: RemoteRegion) -> None:
+        """Tell where the layers go; before the first `pump`.
 
-        :raises ClosedError: if the blocks were given back.
+        :param remote: the consumer's blocks.
+        :param signals: the consumer's words, one for each block and layer.
         """
-        if blocks not in self._sources:
-            blocks._hold()
-            self._sources.add(blocks)
-        self._queue.append(_Push(layer, blocks.ids, question))
+        self._remote, self._signals = remote, signals
+
+    def add(self, layer: int, source: Lease, question: Callable[[], Any] | None) -> bool:
+        """Queue a layer; the lock is held.  Returns True if `pump` has to be called, and no earlier call has led to that.
+
+        :raises ClosedError: if the source blocks were given back.
+        """
+        if source not in self._sources:
+            source.hold()
+            self._sources.add(source)
+        self._queue.append(_Push(layer, source.ids, question))
         was_due, self._pump_is_due = self._pump_is_due, True
         return not was_due
 
     def pump(self) -> None:
-        """Starts what is ready, and has the poller ask about the rest."""
+        """Start what is ready, and have the poller ask about the rest."""
         if not self._start_ready():
-            self._pool._poller.watch(self._start_ready)
+            self._context.poller.watch(self._start_ready)
 
     def cancel(self) -> None:
-        """Nothing more starts, and what flies is asked to stop."""
-        self._pool._poller.forget(self._start_ready)
+        """Start nothing more, and ask what is in flight to stop."""
+        self._context.poller.forget(self._start_ready)
         with self._lock:
             self._queue.clear()
         for transfer in self._transfers.values():
             transfer.cancel()
 
     async def drained(self) -> None:
-        """Waits until nothing flies any more, then gives the source blocks back."""
+        """Wait until nothing is in flight any more, then give the source blocks back."""
         for layer, transfer in list(self._transfers.items()):
             await transfer.drained()
             self._state.release(layer)
         with self._lock:
             sources, self._sources = self._sources, set()
-        for blocks in sources:
-            blocks._unhold()
+        for source in sources:
+            source.unhold()
 
     def _start_ready(self) -> bool:
-        """Starts what is ready; answers whether nothing is left to wait for."""
+        """Start what is ready, and return True if there is nothing left to ask about."""
         while True:
             with self._lock:
                 self._pump_is_due = False
@@ -126,42 +134,43 @@ class Flights:
                 return True
 
     def _start(self, push: _Push) -> None:
-        assert self.remote is not None
-        assert self.signals is not None
-        pool, ticket, layer = self._pool, self._ticket, push.layer
-        local_bytes, remote_bytes = pool.layout.layer_bytes(pool.blocks), pool.layout.layer_bytes(ticket.pool_blocks)
-        batch = hixl_async.Batch(
+        assert self._remote is not None
+        assert self._signals is not None
+        context, ticket, layer = self._context, self._ticket, push.layer
+        local_bytes = context.layout.layer_bytes(context.blocks)
+        remote_bytes = context.layout.layer_bytes(ticket.pool_blocks)
+        batch = Batch(
             "write",
-            pool.region[layer * local_bytes : (layer + 1) * local_bytes],
-            self.remote[layer * remote_bytes : (layer + 1) * remote_bytes],
+            context.region[layer * local_bytes : (layer + 1) * local_bytes],
+            self._remote[layer * remote_bytes : (layer + 1) * remote_bytes],
             self._rows_of(push.ids),
         )
         word = WORD * (ticket.slot * ticket.layers + layer)
-        transfer = pool.engine.submit(batch, signal=(self.signals[word : word + WORD], ticket.generation))
+        transfer = context.engine.submit(batch, signal=(self._signals[word : word + WORD], ticket.generation))
         self._transfers[push.layer] = transfer
         if transfer.done():
             self._on_done(push.layer, transfer)
         else:
-            self._flying[push.layer] = self._size(push)
+            self._in_flight[push.layer] = self._size(push)
             transfer.add_done_callback(partial(self._on_landing, push.layer))
 
     def _has_room(self, push: _Push) -> bool:
-        return len(self._flying) < 2 or sum(self._flying.values()) + self._size(push) <= WINDOW
+        return len(self._in_flight) < 2 or sum(self._in_flight.values()) + self._size(push) <= WINDOW
 
     def _size(self, push: _Push) -> int:
-        return self._pool.layout.layer_bytes(len(push.ids))
-
-    def _on_landing(self, layer: int, transfer: Transfer) -> None:
-        del self._flying[layer]
-        self._on_done(layer, transfer)
-        self.pump()
+        return self._context.layout.layer_bytes(len(push.ids))
 
     def _rows_of(self, ids: tuple[int, ...]) -> Any:
-        """The descriptors of a layer, counted from its start in both pools: the same for every layer."""
+        """Return the descriptors of a layer, counted from its start in both pools: the same for every layer."""
         if ids not in self._rows:
-            ticket, pool = self._ticket, self._pool
-            self._rows[ids] = pool.layout.rows(0, ids, ticket.blocks[: len(ids)], pool.blocks, ticket.pool_blocks)
+            ticket, context = self._ticket, self._context
+            self._rows[ids] = context.layout.rows(0, ids, ticket.blocks[: len(ids)], context.blocks, ticket.pool_blocks)
         return self._rows[ids]
+
+    def _on_landing(self, layer: int, transfer: Transfer) -> None:
+        del self._in_flight[layer]
+        self._on_done(layer, transfer)
+        self.pump()
 
     def _on_done(self, layer: int, transfer: Transfer) -> None:
         if transfer.cancelled():

@@ -1,0 +1,42 @@
+"""What peers need of their engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+from .._core import Core
+from ..control import Identity
+from ..core.link import Driver
+from .config import EngineConfig
+from .region import Region
+
+__all__ = ["Handler", "Host"]
+
+#: The type of a service's handler for any peer: it gets the peer and the request's body, and returns the answer's body.
+Handler = Callable[[Any, dict[str, Any]], dict[str, Any] | Awaitable[dict[str, Any] | None] | None]
+
+
+class Host(NamedTuple):
+    """The calls into the engine that its peers may make."""
+
+    #: The engine; peers ask it for its loop only, which exists from its opening on.
+    core: Core
+    config: EngineConfig
+    #: Return how the engine introduces itself.
+    identity: Callable[[], Identity]
+    #: Raise unless the engine is open, and called from its loop.
+    check_open: Callable[[], None]
+    #: Raise in a foreign loop or a forked child; a closed engine is fine.
+    check: Callable[[], None]
+    #: Start a task that the engine's end waits for.
+    spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+    #: Return the drivers that the engine shares with a peer: its names of drivers, and whether it runs on this host.
+    shared_drivers: Callable[[Sequence[str], bool], list[Driver]]
+    #: Return the region with a number, or None.
+    region: Callable[[int], Region | None]
+    #: Return all regions.
+    regions: Callable[[], list[Region]]
+    #: Return the handler of a service, or None.
+    handler: Callable[[str], Handler | None]

@@ -1,0 +1,218 @@
+"""The regions of one engine: how they are made, which drivers know them, and how they are withdrawn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .._core import Core
+from ..core.link import CAP_ALLOC, CAP_REGISTER, Driver
+from ..core.memory import LocalMemory, Slice
+from ..errors import BusyError, DriverError, HixlError, InvalidArgumentError, RangeError
+from ..types import Access, AccessLike, PeerState
+from .closing import Closing
+from .host import Host
+from .peers import Peers
+from .region import MAX_NAME, Region, operand, parse_access
+from .regions import MAX_OFFERS
+
+__all__ = ["RegionTable"]
+
+logger = logging.getLogger("hixl_async")
+
+
+class RegionTable:
+    """All regions of an engine, by name and by number.
+
+    :param core: the engine.
+    :param drivers: its drivers, in order of preference; filled when the engine opens.
+    :param peers: its peers, who are told of regions that come and go.
+    """
+
+    def __init__(self, core: Core, drivers: Mapping[str, Driver], peers: Peers, host: Host) -> None:
+        self._core = core
+        self._drivers = drivers
+        self._peers = peers
+        self._host = host
+        self._names: dict[str, Region] = {}
+        self._numbers: dict[int, Region] = {}
+        self._next_number = 1
+
+    def get(self, number: int) -> Region | None:
+        """Return the region with a number, or None."""
+        return self._numbers.get(number)
+
+    def all(self) -> list[Region]:
+        """Return all regions."""
+        return list(self._numbers.values())
+
+    def by_name(self) -> dict[str, Region]:
+        """Return all regions by name."""
+        return dict(self._names)
+
+    # -- making
+
+    def allocate(self, name: str, size: int, access: AccessLike, grant: Callable[[Any], AccessLike] | None) -> Region:
+        """See `Engine.allocate`."""
+        rights = self._check_new(name, access, grant)
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < 1 << 62:
+            raise InvalidArgumentError(f"size must be a positive number of bytes, not {size!r}")
+        region = Region(self, name, rights, grant)
+        allocator = next((d for d in self._drivers.values() if d.capabilities & CAP_ALLOC), None)
+        if allocator is None:
+            names = ", ".join(self._drivers)
+            raise DriverError(f"none of the drivers ({names}) allocates memory; register a buffer of yours")
+        self._core._adopt(region, allocator, size, int(region.access))
+        self._introduce(region, allocator)
+        return self._enter(region)
+
+    def register(self, name: str, buffer: Any, access: AccessLike, grant: Callable[[Any], AccessLike] | None) -> Region:
+        """See `Engine.register`."""
+        rights = self._check_new(name, access, grant)
+        region = Region(self, name, rights, grant, borrowed=True)
+        if isinstance(buffer, LocalMemory | Slice):
+            raise InvalidArgumentError(f"{buffer!r} is, or lies in, a region already; peers can be given that")
+        if _has_buffer(buffer):
+            self._core._borrow(region, buffer, int(region.access))
+        else:
+            self._borrow_object(region, buffer)
+        self._introduce(region, None)
+        return self._enter(region)
+
+    def _check_new(self, name: str, access: AccessLike, grant: object) -> Access:
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= MAX_NAME:
+            raise InvalidArgumentError(f"name must be a printable string of 1 to {MAX_NAME} bytes, not {name!r}")
+        if name in self._names:
+            raise InvalidArgumentError(f"region {name!r} exists already; close it first, or choose another name")
+        if grant is not None and not callable(grant):
+            raise InvalidArgumentError(f"grant must be a function of a peer, not {grant!r}")
+        rights = parse_access(access)
+        if (
+            rights
+            and len(self._names) >= MAX_OFFERS
+            and sum(bool(r.access) for r in self._names.values()) >= MAX_OFFERS
+        ):
+            raise BusyError(
+                f"{MAX_OFFERS} regions are exported, which is the most; close some, or let one region hold several things"
+            )
+        return rights
+
+    def _borrow_object(self, region: Region, obj: Any) -> None:
+        where = operand(obj, bool(region.access & Access.WRITE))
+        owner: Any = where.owner
+        if _has_buffer(owner):  # which also tells whether it may be written
+            self._core._borrow(region, owner, int(region.access))
+        elif where.size == 0:
+            raise RangeError("the buffer is empty; there is nothing to register")
+        else:
+            self._core._borrow_address(region, owner, where.address, where.size, int(region.access), where.device)
+
+    def _introduce(self, region: Region, allocator: Driver | None) -> None:
+        """Make a region known to every driver that can use it."""
+        known = [] if allocator is None else [allocator]
+        try:
+            for driver in self._drivers.values():
+                able = driver is not allocator and driver.capabilities & CAP_REGISTER
+                if able and self._core._register(region, driver):
+                    known.append(driver)
+            if not known:
+                names = ", ".join(self._drivers)
+                kind = "device memory" if region.device else "memory that exists already; use allocate"
+                raise DriverError(f"none of the drivers ({names}) registers {kind}")
+            for driver in known:
+                if (pending := self._registration(region, driver)) is not None:
+                    region.registrations[driver.name] = pending
+        except BaseException:
+            region.retire()
+            raise
+
+    def _registration(self, region: Region, driver: Driver) -> asyncio.Future[DriverError | None] | None:
+        """Return the outcome of a registration that takes its time: the reason why it failed, or None once it is done."""
+        try:
+            registration = region.registration(driver)
+        except HixlError as error:  # it has failed already, which is no other failure than a later one
+            outcome = self._core.loop.create_future()
+            outcome.set_result(_unusable(region, driver, error))
+            return outcome
+        return None if registration.done() else self._host.spawn(self._registered(region, driver, registration))
+
+    async def _registered(
+        self, region: Region, driver: Driver, registration: asyncio.Future[int]
+    ) -> DriverError | None:
+        try:
+            await registration
+        except HixlError as error:
+            return _unusable(region, driver, error)
+        return None
+
+    def _enter(self, region: Region) -> Region:
+        region.number = self._next_number
+        self._next_number += 1
+        self._names[region.name] = self._numbers[region.number] = region
+        for peer in self._peers.up:
+            peer._exports.offer(region)
+        return region
+
+    # -- withdrawing
+
+    def revoke(self, region: Region) -> None:
+        """Refuse new work with a region, free its name, and tell the peers.  Idempotent."""
+        if self._numbers.get(region.number) is not region:
+            return
+        self._host.check_open()
+        self._forget(region)
+        for peer in self._peers.up:
+            peer._exports.withdraw(region)
+
+    def withdraw(self, region: Region) -> Closing:
+        """Revoke a region, and wait for its users for as long as the engine's ``close_timeout``.  Idempotent."""
+        return Closing(region, lambda: self._withdraw(region))
+
+    def _withdraw(self, region: Region) -> asyncio.Task[None] | None:
+        self.revoke(region)
+        if self._core.closed:
+            return None
+        self._host.check()
+        return self._host.spawn(self._wait_for_users(region))
+
+    async def _wait_for_users(self, region: Region) -> None:
+        users = [peer for peer in self._peers if region in peer._exports]
+        silent = [peer for peer in users if peer.state is PeerState.DOWN]
+        try:
+            if silent and region.pins == len(silent):
+                raise TimeoutError  # no one is left who could answer in time
+            async with asyncio.timeout(self._host.config.close_timeout):
+                await region.released()
+        except TimeoutError:
+            names = ", ".join(repr(peer.name) for peer in users) or "this process"
+            logger.warning(
+                "%r: its users (%s) did not let go of it; its memory stays pinned until they do", region, names
+            )
+
+    def close(self) -> None:
+        """Retire all regions, because the engine ends."""
+        for region in self.all():
+            self._forget(region)
+
+    def _forget(self, region: Region) -> None:
+        del self._numbers[region.number], self._names[region.name]
+        region.retire()
+
+
+def _unusable(region: Region, driver: Driver, error: HixlError) -> DriverError:
+    failure = DriverError(f"{region!r} cannot be used by driver {driver.name!r}: {error}", native=error.native)
+    logger.warning("%s", failure)
+    return failure
+
+
+def _has_buffer(obj: object) -> bool:
+    """Return True if an object offers a buffer, also one that cannot be described, such as that of a datetime64 array."""
+    try:
+        memoryview(obj).release()  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    except (BufferError, ValueError):
+        return True
+    return True

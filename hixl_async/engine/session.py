@@ -1,0 +1,149 @@
+"""One connection as the parts of a peer see it: how far its life has come, what may be sent, and how it is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from enum import Flag, auto
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import ClosedError, HixlError, PeerDownError
+from ..types import PeerState
+from .messages import close_all
+from .waiters import Waiters
+
+if TYPE_CHECKING:
+    from ..control import Connection
+
+__all__ = ["Mark", "Session"]
+
+T = TypeVar("T")
+
+
+class Mark(Flag):
+    """What is known about the end of a peer; a mark that is set stays set."""
+
+    #: The peer has drained its own work and said goodbye.
+    GOODBYE = auto()
+    #: Nothing can be heard from the peer any more.
+    CUT = auto()
+    #: The peer is DOWN.
+    DOWN = auto()
+    #: The peer's process can no longer touch memory of ours.
+    FENCED = auto()
+    #: The peer's process has ended.
+    DEAD = auto()
+    #: Our links and the connection are given back.
+    WOUND_DOWN = auto()
+    #: Our engine has ended, and waits for the peer no longer.
+    GIVEN_UP = auto()
+
+
+class Session:
+    """The state of one connection, and what the parts of a peer may do with it.
+
+    :param connection: the connection; its handshake is over.
+    :param loop: the engine's event loop.
+    :param check: raises if the caller is in another loop or a forked child.
+    :param spawn: starts a task that belongs to the engine.
+    :param lose: ends the peer with an error, because nothing more can be expected of it.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        loop: asyncio.AbstractEventLoop,
+        check: Callable[[], None],
+        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        lose: Callable[[HixlError], None],
+    ) -> None:
+        self.connection = connection
+        self.identity = connection.identity
+        self.loop = loop
+        self.spawn = spawn
+        self.lose = lose
+        self.state = PeerState.CONNECTING
+        #: Why the peer is down, or None.
+        self.error: HixlError | None = None
+        self._check = check
+        self._marks = Mark(0)
+        self._waiters = Waiters(loop)
+
+    @property
+    def name(self) -> str:
+        """The peer's name."""
+        return self.identity.name
+
+    # -- state
+
+    def change(self, state: PeerState, error: HixlError | None = None) -> None:
+        """Enter a state; DOWN needs the error that explains it."""
+        self.state = state
+        if error is not None:
+            self.error = error
+        if state is PeerState.DOWN:
+            self.mark(Mark.DOWN)
+
+    def has(self, mark: Mark) -> bool:
+        """Return True if any of these marks is set."""
+        return bool(self._marks & mark)
+
+    def mark(self, mark: Mark) -> None:
+        """Set a mark, and wake the tasks that wait for it."""
+        if not mark & ~self._marks:
+            return
+        self._marks |= mark
+        self._waiters.wake_all()
+
+    async def until(self, marks: Mark, timeout: float | None = None) -> None:
+        """Wait until any of `marks` is set, or for `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not self.has(marks):
+                    await self._waiters.wait(marks)
+
+    def must_be_up(self) -> None:
+        """Return if requests and transfers may be sent.
+
+        :raises PeerDownError: if the peer is down.
+        :raises ClosedError: if the connection is coming up or closing, or was closed here.
+        :raises WrongLoopError: if the caller is not in the engine's loop.
+        :raises EngineForkedError: in a child of fork().
+        """
+        self._check()
+        if self.error is not None:
+            raise self.down_error()
+        if self.state is not PeerState.UP:
+            raise ClosedError(f"the connection to peer {self.name!r} is {self.state.value}", peer=self.name)
+
+    def down_error(self) -> HixlError:
+        """Return a fresh exception that says why the peer is down; a shared one would collect tracebacks of all callers."""
+        assert self.error is not None
+        fresh = type(self.error)(str(self.error), peer=self.name)
+        if isinstance(fresh, PeerDownError):
+            fresh.confirmed_dead = self.has(Mark.DEAD)
+        return fresh
+
+    # -- sending
+
+    def send(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Queue one control message; the descriptors are closed here, because the connection has its own copies.
+
+        :raises PeerDownError: if the connection is gone.
+        :raises ProtocolError: if the message cannot be sent.
+        """
+        try:
+            self.connection.send(kind, body, fds)
+        except ClosedError as error:
+            raise PeerDownError(f"peer {self.name!r} is gone: {error}", peer=self.name) from None
+        finally:
+            close_all(fds)
+
+    def tell(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Queue a message that matters only to a peer that is still there; drop it otherwise."""
+        if self.state in (PeerState.UP, PeerState.CLOSING):
+            with contextlib.suppress(PeerDownError):
+                self.send(kind, body, fds)
+        else:
+            close_all(fds)

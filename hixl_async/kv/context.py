@@ -1,0 +1,93 @@
+"""What the parts of one pool share: its engine, its memory, and the tasks that work for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ..core.event_poller import EventPoller
+from ..errors import ClosedError, EngineForkedError, WrongLoopError
+from .layout import Layout
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+    from ..engine.region import Region
+
+__all__ = ["PoolContext"]
+
+
+class PoolContext:
+    """The common ground of a pool's streams and reservations, which do not refer to the `Pool` itself.
+
+    So the engine, which serves the streams' messages, keeps no `Pool` alive whose user has lost it.
+    """
+
+    def __init__(self, engine: Engine, name: str, layout: Layout, blocks: int, region: Region) -> None:
+        self.engine = engine
+        self.loop: asyncio.AbstractEventLoop = engine.loop
+        self.name = name
+        self.layout = layout
+        #: The size of the pool in blocks.
+        self.blocks = blocks
+        #: The region that holds the blocks.
+        self.region = region
+        self.poller = EventPoller(self.loop)
+        #: Guards what threads that push share with the loop: the holds on reserved blocks.
+        self.lock = threading.Lock()
+        #: True once the pool refuses new work.
+        self.closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def check_usable(self) -> None:
+        """Return if the caller may use the pool.
+
+        :raises EngineForkedError: if the pool was made before fork().
+        :raises WrongLoopError: if another event loop runs here, or none.
+        :raises ClosedError: if the pool is closed.
+        """
+        if self.engine.forked:
+            raise EngineForkedError(
+                f"pool {self.name!r} was made before fork(); open one in each process, with an engine of its own"
+            )
+        try:
+            right = asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            right = False
+        if not right:
+            raise WrongLoopError(
+                f"pool {self.name!r} belongs to its engine's event loop; only push() is legal elsewhere"
+            )
+        if self.closed:
+            raise ClosedError(f"pool {self.name!r} is closed")
+
+    @property
+    def tasks(self) -> int:
+        """The number of tasks that work for the pool."""
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task that works for the pool until it is closed."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def cancel_tasks(self) -> None:
+        """Cancel all tasks of the pool, and wait until they have ended."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def clean_up(self, work: Callable[..., object], *args: object) -> bool:
+        """Have the loop do what a lost object's user should have done, and return whether there is a reason to.
+
+        For finalizers, which run in any thread and in the middle of any call.
+        """
+        if self.closed or self.engine.forked:
+            return False
+        with suppress(RuntimeError):  # the loop is closed, and nothing of the engine works any more
+            self.loop.call_soon_threadsafe(work, *args)
+        return True

@@ -1,0 +1,78 @@
+"""Blocks that are lent, as their pool and its streams know them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import ClosedError
+from .context import PoolContext
+
+__all__ = ["Lease"]
+
+
+class Lease:
+    """The right to some blocks, from their reservation until no peer and no push can touch them.
+
+    The user has it as `Blocks`; what works in the background refers to the lease alone, so that a `Blocks` that is lost is
+    noticed.
+
+    :param context: of the pool that lends the blocks.
+    :param ids: the block ids, in the order of the tokens.
+    :param free: called when the blocks can be lent again.
+    :param quarantine: called when they were given back, but are held.
+    """
+
+    __slots__ = ("_free", "_holds", "_quarantine", "closed", "context", "ids")
+
+    def __init__(
+        self,
+        context: PoolContext,
+        ids: tuple[int, ...],
+        free: Callable[[Lease], None],
+        quarantine: Callable[[Lease], None],
+    ) -> None:
+        self.context = context
+        self.ids = ids
+        #: True once the user gave the blocks back.
+        self.closed = False
+        self._free = free
+        self._quarantine = quarantine
+        self._holds = 0  # taken by any thread, given back by the loop: both under the pool's lock
+
+    def check_open(self) -> None:
+        """Return if the blocks are lent.
+
+        :raises ClosedError: if they were given back.
+        """
+        if self.closed:
+            raise ClosedError("these blocks were given back; reserve new ones with pool.reserve()")
+
+    def hold(self) -> None:
+        """Keep the blocks from being lent again until `unhold`; legal from any thread.
+
+        :raises ClosedError: if they were given back.
+        """
+        with self.context.lock:
+            if self.closed:
+                raise ClosedError("these blocks were given back; push them before leaving their `async with`")
+            self._holds += 1
+
+    def unhold(self) -> None:
+        """Undo one `hold`."""
+        with self.context.lock:
+            self._holds -= 1
+            idle = self.closed and self._holds == 0
+        if idle:
+            self._free(self)
+
+    def close(self) -> None:
+        """Give the blocks back: at once, or after the last `unhold`.  Idempotent."""
+        with self.context.lock:
+            if self.closed:
+                return
+            self.closed = True
+            idle = self._holds == 0
+        if idle:
+            self._free(self)
+        else:
+            self._quarantine(self)
