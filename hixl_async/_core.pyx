@@ -59,7 +59,7 @@ cdef class Core(Flights):
         cdef int answer = driver.table.mem_alloc(driver.instance, size, rights, &memory.mems[driver.index], &address)
         if answer:
             memory.mems[driver.index] = NULL
-            raise refusal(driver, -answer, 0, f"allocation of {size} bytes", None)
+            raise refusal(driver, -answer, 0, f"allocation of {size} bytes")
         memory.allocator = driver.index + 1
         self._own(memory, <char *>address, size, rights)
         self._place(memory, driver)
@@ -104,7 +104,7 @@ cdef class Core(Flights):
             memory.mems[driver.index] = NULL
             if answer == -HXA_E_UNSUPPORTED:
                 return False
-            raise refusal(driver, -answer, 0, f"registration of {memory.size} bytes", None)
+            raise refusal(driver, -answer, 0, f"registration of {memory.size} bytes")
         self._place(memory, driver)
         return True
 
@@ -297,7 +297,7 @@ cdef class Core(Flights):
         cdef Transfer transfer
         self._check()
         if not link.up:
-            raise errors.PeerDownError(f"peer {link.peer!r} is down", peer=link.peer)
+            raise link._down()
         transfer = Transfer.__new__(Transfer)
         transfer.core, transfer.link = self, link
         transfer.batch.verb = HXA_WRITE
@@ -364,7 +364,7 @@ cdef class Core(Flights):
             index = transfer._failed_row()
             transfer._unpin()
             raise refusal(driver, -answer, transfer.op.native, f"{transfer._describe()} was refused",
-                          transfer.link.peer, index)
+                          transfer.link, index)
         self.n_transfers += 1
         return 0
 

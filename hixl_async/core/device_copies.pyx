@@ -54,7 +54,7 @@ cdef class DeviceCopies:
                 f"{type(tensor).__name__} to the CPU first, or let the owner allocate the region"
             )
         if answer:
-            raise refusal(transfer.link.driver, -answer, 0, f"{transfer._describe()} was refused", transfer.link.peer)
+            raise refusal(transfer.link.driver, -answer, 0, f"{transfer._describe()} was refused", transfer.link)
         try:
             if remote.farewell is None:
                 remote.farewell = self.pin(tensor, <size_t>address, remote.size) or _nothing

@@ -206,7 +206,7 @@ cdef class Flights(Hub):
                 call.remote = memory
                 call.remote.flights += 1
         else:
-            raise refusal(call.link.driver, -answer, op.native, what, call.link.peer)
+            raise refusal(call.link.driver, -answer, op.native, what, call.link)
         return call
 
     cdef int _status(self, object call) except -1:
@@ -277,7 +277,7 @@ cdef class Flights(Hub):
     cdef object _failure(self, Transfer transfer, object row):
         cdef Link link = transfer.link
         if transfer.control:
-            return refusal(link.driver, transfer.op.status, transfer.op.native, link.what, link.peer)
+            return refusal(link.driver, transfer.op.status, transfer.op.native, link.what, link)
         what = f"{transfer._describe()} failed, the contents of its target are undefined"
         return failure(link, transfer.op.status, transfer.op.native, what, row)
 

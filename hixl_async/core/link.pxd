@@ -77,14 +77,16 @@ cdef class Link:
     cdef bint poll_scheduled
     cdef list stops                   # Transfer: the first stop, and the one that told that the peer is dead
     cdef bint dead                    # a stop has told so
-    cdef object explain               # explain(): why the link is down, or None; see `explain_by`
+    cdef object explain               # see `explain_by`; None: the cause is never known
     cdef readonly Py_ssize_t flights  # slots of this link not released yet
 
     cdef int _must_exist(self, list fds) except -1
     cdef int _poll(self, bint direct) except -1
+    cdef object _down(self)
+    cdef tuple _why_down(self)
 
 
-cdef object refusal(Driver driver, int status, int native, str what, str peer, object index=*)
+cdef object refusal(Driver driver, int status, int native, str what, Link link=*, object index=*)
 cdef object failure(Link link, int status, int native, str what, object index=*)
 cdef tuple unpack_card(hxa_card *card)
 cdef int pack_card(hxa_card *card, bytes data, list fds) except -1

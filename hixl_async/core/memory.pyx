@@ -234,7 +234,7 @@ cdef class LocalMemory(Memory):
         memset(&card, 0, sizeof(card))
         cdef int answer = driver.table.mem_export(self.mems[driver.index], rights, &card)
         if answer:
-            raise refusal(driver, -answer, 0, "export of a region", None)
+            raise refusal(driver, -answer, 0, "export of a region")
         return unpack_card(&card)
 
     def known_to(self, Driver driver):
@@ -488,7 +488,7 @@ cdef int raise_gone(object memory) except -1:
     if isinstance(memory, RemoteMemory):
         remote = memory
         if not remote.link.up:
-            raise errors.PeerDownError(f"peer {remote.link.peer!r} is down; connect again", peer=remote.link.peer)
+            raise remote.link._down()
         raise errors.StaleRegionError(
             f"{memory!r} was closed by its owner; await peer.region(name) for a new one", peer=remote.link.peer
         )
