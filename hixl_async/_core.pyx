@@ -312,7 +312,7 @@ cdef class Core(InFlightTable):
             index = transfer._failed_row()
             transfer._unpin()
             raise refusal(driver, -answer, transfer.op.native, f"{transfer._describe()} was refused",
-                          transfer.link.peer, index)
+                          transfer.link, index)
         self.n_transfers += 1
         return 0
 
@@ -451,7 +451,7 @@ cdef class Core(InFlightTable):
 
 cdef int _must_be_up(Link link) except -1:
     if not link.up:
-        raise errors.PeerDownError(f"peer {link.peer!r} is down", peer=link.peer)
+        raise link._down()
     return 0
 
 
@@ -495,7 +495,7 @@ def allocate(Core core not None, LocalMemory memory not None, Driver driver not 
     cdef int answer = driver.table.mem_alloc(driver.instance, size, rights, &memory.mems[driver.index], &address)
     if answer:
         memory.mems[driver.index] = NULL
-        raise refusal(driver, -answer, 0, f"allocation of {size} bytes", None)
+        raise refusal(driver, -answer, 0, f"allocation of {size} bytes")
     memory.allocator = driver.index + 1
     core._own(memory, <char *>address, size, rights)
     core._place(memory, driver)
@@ -547,7 +547,7 @@ def register(Core core not None, LocalMemory memory not None, Driver driver not 
         memory.mems[driver.index] = NULL
         if answer == -HXA_E_UNSUPPORTED:
             return False
-        raise refusal(driver, -answer, 0, f"registration of {memory.nbytes} bytes", None)
+        raise refusal(driver, -answer, 0, f"registration of {memory.nbytes} bytes")
     core._place(memory, driver)
     return True
 

@@ -56,7 +56,7 @@ cdef class DeviceCopies:
                 f"{type(tensor).__name__} to the CPU first, or let the owner allocate the region"
             )
         if answer:
-            raise refusal(transfer.link.driver, -answer, 0, f"{transfer._describe()} was refused", transfer.link.peer)
+            raise refusal(transfer.link.driver, -answer, 0, f"{transfer._describe()} was refused", transfer.link)
         try:
             if remote.on_unmap is None:
                 remote.on_unmap = self.pin(tensor, <size_t>address, remote.nbytes) or _nothing

@@ -169,7 +169,7 @@ cdef class InFlightTable(CoreBase):
                 call.remote = memory
                 call.remote.holds += 1
         else:
-            raise refusal(call.link.driver, -answer, op.native, what, call.link.peer)
+            raise refusal(call.link.driver, -answer, op.native, what, call.link)
         return call
 
     cdef int _call_status(self, object call) except -1:
@@ -301,7 +301,7 @@ cdef class InFlightTable(CoreBase):
         """Return the error of an accepted operation that failed."""
         cdef Link link = transfer.link
         if transfer.control:
-            return refusal(link.driver, transfer.op.status, transfer.op.native, link.what, link.peer)
+            return refusal(link.driver, transfer.op.status, transfer.op.native, link.what, link)
         what = f"{transfer._describe()} failed, the contents of its target are undefined"
         return failure(link, transfer.op.status, transfer.op.native, what, row)
 

@@ -89,9 +89,11 @@ cdef class Link:
 
     cdef int _must_exist(self, list fds) except -1
     cdef int _poll(self, bint direct) except -1
+    cdef object _down(self)
+    cdef tuple _why_down(self)
 
 
-cdef object refusal(Driver driver, int status, int native, str what, str peer, object index=*)
+cdef object refusal(Driver driver, int status, int native, str what, Link link=*, object index=*)
 cdef object failure(Link link, int status, int native, str what, object index=*)
 cdef tuple unpack_metadata(hxa_card *card)
 cdef int pack_metadata(hxa_card *card, bytes data, list fds) except -1

@@ -122,25 +122,31 @@ cdef dict REFUSALS = {
 cdef dict FAILURES = {HXA_E_LINK: errors.PeerLostError, HXA_E_TIMEOUT: errors.TransferTimeoutError}
 
 
-cdef object refusal(Driver driver, int status, int native, str what, str peer, object index=None):
-    """The error of a call that the driver refused, or of one that moves no transfer memory.
+cdef object refusal(Driver driver, int status, int native, str what, Link link=None, object index=None):
+    """Return the error of a call that the driver refused, or of one that moves no transfer memory.
 
     :param status: the status of the op, or the negated refusal of the call.
+    :param link: the link concerned, if there is one.
     """
     native = native or hxa_refusal_native(-status)
     status = hxa_refusal_status(-status)
-    kind = REFUSALS.get(status, errors.DriverError)
-    where = f" (peer {peer!r})" if peer else ""
-    text = f"{what}: {_status_text(driver, status, native)}{where}"
-    return kind(text, peer=peer, index=index, native=native or None)
+    return _error(REFUSALS.get(status, errors.DriverError), driver, status, native, what, link, index)
 
 
 cdef object failure(Link link, int status, int native, str what, object index=None):
-    """The error of accepted work that failed in flight."""
-    kind = FAILURES.get(status, errors.TransferError)
-    cause = link.explain() if status == HXA_E_LINK and link.explain is not None else None
-    text = f"{what}: {cause or _status_text(link.driver, status, native)} (peer {link.peer!r})"
-    return kind(text, peer=link.peer, index=index, native=native or None)
+    """Return the error of accepted work that failed in flight."""
+    return _error(FAILURES.get(status, errors.TransferError), link.driver, status, native, what, link, index)
+
+
+cdef object _error(object kind, Driver driver, int status, int native, str what, Link link, object index):
+    peer = link.peer if link is not None else None
+    why, dead = link._why_down() if peer and status == HXA_E_LINK else (None, False)
+    if why is None:
+        why = _status_text(driver, status, native) + (f" (peer {peer!r})" if peer else "")
+    error = kind(f"{what}: {why}", peer=peer, index=index, native=native or None)
+    if dead:
+        error.confirmed_dead = True
+    return error
 
 
 cdef str _status_text(Driver driver, int status, int native):
@@ -269,7 +275,7 @@ cdef class Driver:
             answer = self.table.open(pairs, count, &core.sink, &self.instance, text, sizeof(text))
         if answer:
             self.instance = NULL
-            reason = text.decode("utf-8", "replace") or str(refusal(self, -answer, 0, "open", None))
+            reason = text.decode("utf-8", "replace") or str(refusal(self, -answer, 0, "open"))
             kind = OPEN_ERRORS.get(-answer, errors.DriverError)
             raise kind(f"driver {name!r} could not be opened: {reason}")
         memset(&limits, 0, sizeof(limits))
@@ -352,7 +358,7 @@ cdef class Driver:
         cdef int answer = self.table.link_new(self.instance, cookie * MAX_DRIVERS + self.index, &link.link, &card)
         if answer:
             link.link = NULL
-            raise refusal(self, -answer, 0, "new link", peer)
+            raise refusal(self, -answer, 0, "new link", link)
         data, fds = unpack_metadata(&card)
         return link, data, fds
 
@@ -408,8 +414,20 @@ cdef class Link:
         if self.link == NULL:
             for fd in fds:
                 os.close(fd)
-            raise errors.PeerDownError(f"peer {self.peer!r} is down", peer=self.peer)
+            raise self._down()
         return 0
+
+    cdef object _down(self):
+        """Return the error of new work over a link that is down."""
+        why, dead = self._why_down()
+        text = f"peer {self.peer!r} is down; connect again" + (f" ({why})" if why else "")
+        error = errors.PeerDownError(text, peer=self.peer)
+        error.confirmed_dead = dead
+        return error
+
+    cdef tuple _why_down(self):
+        """Return why the link is down, or None where that is not known, and True if the peer's process has ended."""
+        return (self.explain() if self.explain is not None else None) or (None, False)
 
     def watch(self):
         """Accept submits from here on, and let the loop poll the link when its descriptor is readable."""
@@ -421,7 +439,10 @@ cdef class Link:
             self.poll()
 
     def explain_by(self, explain):
-        """Let ``explain()`` say why the link is down, or None where that is not known, for the errors of its transfers."""
+        """Let ``explain()`` say why the link is down, for the errors of its transfers.
+
+        :param explain: returns the cause, and True if the peer's process is known to have ended; or None.
+        """
         self.explain = explain
 
     def refuse(self):
@@ -459,7 +480,7 @@ cdef class Link:
         if answer == -HXA_E_UNSUPPORTED:
             raise errors.DriverError(f"driver {self.driver.name!r} cannot limit its bandwidth")
         if answer:
-            raise refusal(self.driver, -answer, 0, "limit of the bandwidth", self.peer)
+            raise refusal(self.driver, -answer, 0, "limit of the bandwidth", self)
 
     def message(self, bytes data not None):
         """Hand a message of the driver at the other end to ours; `connect` must have been called.
@@ -472,7 +493,7 @@ cdef class Link:
         if self.link != NULL:
             answer = self.driver.table.message(self.link, <const char *>data, len(data))
             if answer < 0:
-                error = refusal(self.driver, -answer, 0, "message of its driver", self.peer)
+                error = refusal(self.driver, -answer, 0, "message of its driver", self)
                 raise errors.ProtocolError(str(error), peer=self.peer)
 
     def fence(self):

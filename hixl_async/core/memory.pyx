@@ -297,7 +297,7 @@ def export(LocalMemory memory not None, Driver driver not None, uint32_t rights)
     memset(&card, 0, sizeof(card))
     cdef int answer = driver.table.mem_export(memory.mems[driver.index], rights, &card)
     if answer:
-        raise refusal(driver, -answer, 0, "export of a region", None)
+        raise refusal(driver, -answer, 0, "export of a region")
     return unpack_metadata(&card)
 
 
@@ -659,7 +659,7 @@ cdef int raise_gone(object memory) except -1:
     if isinstance(memory, RemoteMemory):
         remote = memory
         if not remote.link.up:
-            raise errors.PeerDownError(f"peer {remote.link.peer!r} is down; connect again", peer=remote.link.peer)
+            raise remote.link._down()
         raise errors.StaleRegionError(
             f"{memory!r} was closed by its owner; await peer.region(name) for a new one", peer=remote.link.peer
         )

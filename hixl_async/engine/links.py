@@ -37,7 +37,7 @@ class Links:
     :param cookie: the number by which drivers know the peer.
     :param announce: tells the peer that it may submit; called once, when all drivers that can be linked are.
     :param come_up: called once, when both sides may submit.
-    :param explain: returns why links to the peer are down, if that is known.
+    :param explain: returns why links to the peer are down, and True if its process has ended; None where that is not known.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Links:
         cookie: int,
         announce: Callable[[], None],
         come_up: Callable[[], None],
-        explain: Callable[[], str | None],
+        explain: Callable[[], tuple[str, bool] | None],
     ) -> None:
         self._session = session
         self._cookie = cookie

@@ -74,7 +74,7 @@ async def test_a_stopped_writer_that_dies_gives_everything_back() -> None:
 
 
 async def test_a_stopped_owner_stops_no_copies_but_its_answers() -> None:
-    """We move the bytes ourselves; only what needs the other process waits, each with a deadline of its own."""
+    """We move the bytes ourselves; only what needs the other process waits, each with a timeout of its own."""
     async with peer_process(regions={"kv": SIZE}) as process, Engine() as engine:
         peer = await engine.connect(process.address)
         remote = await peer.region("kv")

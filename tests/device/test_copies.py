@@ -176,7 +176,7 @@ async def test_cancelling_ends_the_wait_and_not_the_pin(scene: Scene) -> None:
     assert notes.get_nowait() is None, "what was cancelled in time sends no notification"
 
 
-async def test_a_deadline(scene: Scene) -> None:
+async def test_a_timeout(scene: Scene) -> None:
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], timeout=0.02)
     with pytest.raises(TransferTimeoutError):
         await transfer

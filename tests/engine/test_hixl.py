@@ -233,7 +233,7 @@ async def test_memory_that_hixl_refuses(pair: EnginePair, simulate: Callable[[st
     await pair.left.write(pair.left.allocate("others", 64), remote)
 
 
-async def test_a_deadline_costs_the_link_and_the_next_write_works(
+async def test_a_timeout_costs_the_link_and_the_next_write_works(
     pair: EnginePair, simulate: Callable[[str, object], None]
 ) -> None:
     there, remote = await pair.region("there", 4096)
@@ -253,7 +253,7 @@ async def test_a_deadline_costs_the_link_and_the_next_write_works(
 
 
 @pytest.mark.parametrize("drivers", ["comm"], indirect=True)
-async def test_a_deadline_passes_while_hixl_stays_in_a_call(
+async def test_a_timeout_passes_while_hixl_stays_in_a_call(
     pair: EnginePair, simulate: Callable[[str, object], None]
 ) -> None:
     """The wait ends, but its memory is held until HIXL has returned, and the link goes on after it."""

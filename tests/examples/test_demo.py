@@ -406,7 +406,7 @@ def test_a_failing_request_shows_its_traceback(
     assert demo.finish() == 1
     assert 'prefill.py", line ' in demo.errors
     assert "RuntimeError: what a pity" in demo.errors
-    assert "The demo failed.\nP: HixlError: the handler of 'prefill' failed at the peer" in demo.errors
+    assert "The demo failed.\nP: RemoteError: the handler of 'prefill' failed at the peer" in demo.errors
     assert_gone(pids)
 
 

@@ -67,7 +67,7 @@ const char *error_text(int32_t status, int32_t native) {
         "HIXL cannot do that here",
         "memory ran out",
         "a bounded resource is in use; try again later",
-        "the link is down, stopped or fenced, or a transfer on it failed",
+        "the link failed",
         "cancelled before it began",
         "no answer in time",
         "the peer sent a card or message that no hixl driver of this version makes",
