@@ -16,7 +16,7 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST := $(PY) -m pytest -p tests.skips
 PARALLEL = -p tests.schedule --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
-# Suites that mostly start other processes, and long property runs; test-fast leaves them out.
+# Suites that mostly start other processes, and long property runs; test-fast leaves them out, and state machines (runTest).
 LONG := $(addprefix --ignore=tests/,adversity benchmarks cli examples property servers testing/test_strategies.py) \
 	--ignore-glob='*processes.py' --ignore-glob='*test_process.py' --ignore-glob='*programs.py' --ignore-glob='*test_fork.py'
 
@@ -63,7 +63,7 @@ test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio an
 
 test-fast: $(BUILT) $(VENV)/extra-test  ## the short ones in 90 s: one event loop, no processes, no long property runs
 	@$(PY) tests/hixlsim/build.py >/dev/null
-	$(PYTEST) $(PARALLEL) $(LONG) -m "not slow and not wheel and not serial" -k "not uvloop" $(ARGS)
+	$(PYTEST) $(PARALLEL) $(LONG) -m "not slow and not wheel and not serial" -k "not uvloop and not runTest" $(ARGS)
 
 conformance: $(BUILT) $(VENV)/extra-test  ## the drivers' suite on hixl, over each simulated back-end (make test runs it on shm)
 	for backend in comm cs fab; do \

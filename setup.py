@@ -99,6 +99,7 @@ core = cythonize(
         "wraparound": False,
         "initializedcheck": False,
         "embedsignature": True,
+        "auto_pickle": False,
         "linetrace": DEBUG and not SANITIZE,
     },
 )

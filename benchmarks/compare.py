@@ -116,7 +116,7 @@ class Workload:
         line = self._process.stdout.readline()
         if not line:
             self.close()
-            raise WorkloadError(f"the workload ended in {self._tree}; its own words are above")
+            raise WorkloadError(f"the workload ended in {self._tree}; its own message is above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -210,7 +210,7 @@ def _take_pairs(cell: Cell, before: Workload, after: Workload, pairs: int, secon
 
 
 def _calibrate(workload: Workload, cell: str, seconds: float) -> int:
-    """How many operations fill a block; finding out warms up caches, page tables and branch predictors."""
+    """Return how many operations fill a block; this also warms up caches, page tables and branch predictors."""
     times, target = 1, seconds * 1e9
     workload.run(cell, times)
     while (elapsed := workload.run(cell, times)) < target:

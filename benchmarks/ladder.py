@@ -103,7 +103,7 @@ async def climb(
             except Skipped as reason:
                 skipped[part] = str(reason)
                 print(f"  skipped: {reason}", file=sys.stderr, flush=True)
-        return pair.remote.link.driver.name, figures, skipped
+        return pair.driver, figures, skipped
 
 
 def main(argv: Sequence[str] | None = None) -> int:

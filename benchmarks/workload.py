@@ -118,7 +118,7 @@ async def timed(times: int, work: Callable[[], Awaitable[Any]]) -> int:
 
 
 class Cells:
-    """What is measured, by name."""
+    """The cells, by name."""
 
     def __init__(self, engine: hx.Engine, threads: hx.Engine, pool: hx.kv.Pool) -> None:
         self._engine, self._threads, self._pool = engine, threads, pool

@@ -2,7 +2,7 @@
 
 from . import kv
 from .core.batch import Batch
-from .core.memory import Slice as RegionSlice
+from .core.memory import LocalSlice, RemoteSlice
 from .core.transfer import Transfer
 from .engine.coalescer import Coalescer
 from .engine.config import EngineConfig
@@ -24,11 +24,12 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Group",
+    "LocalSlice",
     "Notification",
     "Peer",
     "Region",
-    "RegionSlice",
     "RemoteRegion",
+    "RemoteSlice",
     "Subscription",
     "Transfer",
     "kv",

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 from typing_extensions import Buffer
 
 from .core.batch import Batch
-from .core.in_flight import Flights
+from .core.in_flight import InFlightTable
 from .core.link import Driver, Link
 from .core.memory import LocalMemory, Memory, RemoteMemory, Slice
 from .core.transfer import Transfer
@@ -20,7 +20,7 @@ _Remote: TypeAlias = Slice | RemoteMemory
 _Note: TypeAlias = tuple[str, Buffer]  # topic, payload
 _Signal: TypeAlias = tuple[Slice, int]  # 8 remote bytes, value
 
-class Core(Flights):
+class Core(InFlightTable):
     def write(
         self,
         local: _Local,

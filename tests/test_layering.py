@@ -1,6 +1,6 @@
-"""The architecture, held by tests: who may import whom, what no file may contain, and what `import hixl_async` costs.
+"""The architecture, held by tests: which module may import which, what no file may contain, and what `import hixl_async` costs.
 
-CONTRIBUTING.md has the picture.  Everything here reads sources; only the last part imports the package.
+docs/architecture.md has the picture.  Everything here reads sources; only the last part imports the package.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, TypeAlias
+
+import pytest
 
 import hixl_async
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hixl_async"
 
-#: From the bottom up.  A module imports from lower rows, and from the folder it is in.
+#: From the bottom up.  A module imports from lower rows, and from the package that it is in.
 LAYERS = (
     {"errors", "types"},
     {"core"},
@@ -34,38 +37,48 @@ LAYERS = (
     {"__main__"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
-#: From here up only names that users have too, which they may also import from the package itself.
-PUBLIC_FROM = LEVEL["kv"]
 #: Names that no line of code may decide by: a driver's capabilities do that.
 DRIVERS = {"shm", "faulty", "ucx", "hixl"}
 
-PYTHON = sorted(PACKAGE.rglob("*.py"))
-CYTHON = sorted([*PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxd")])
-NATIVE = sorted(path for suffix in ("c", "h", "cpp") for path in (PACKAGE / "drivers").rglob(f"*.{suffix}"))
+#: Private names that a package may use although another defines them, each with its reason.
+PRIVATE_USES = {
+    # Engine is a Core: what it calls on itself is inherited.
+    ("engine", "_core"): "the name of the module that the user asked for",
+    ("testing", "_engines"): "the balance sheet counts the engines that no test handed to it",
+    ("engine", "_C"): "torch has no public name for the name of its private device",
+    ("engine", "_get_privateuse1_backend_name"): "torch has no public name for the name of its private device",
+}
 
 
-def unit_of(path: Path) -> str:
-    """The first part of a module's name below the package: a file, or a folder with all that is in it."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return "hixl_async" if parts == ("__init__",) else parts[0]
+def unit_of(name: str) -> str:
+    """The layer's name of a module: the first part below the package."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "hixl_async"
 
 
 class Import(NamedTuple):
-    unit: str  # what is imported, as `unit_of` names it
-    names: tuple[str, ...]
+    module: str  # the module that is imported, by its full name
+    name: str  # the name that is taken from it; empty for the module itself
     line: int
     typing_only: bool  # below `if TYPE_CHECKING`
     top: bool  # runs when the module is imported
 
 
 class Source:
-    """A Python module, parsed."""
+    """A Python module, parsed.
 
-    def __init__(self, path: Path) -> None:
+    :param path: below the package's folder, where it need not exist.
+    :param text: the source; default: the file's.
+    """
+
+    def __init__(self, path: Path, text: str | None = None) -> None:
         self.path = path
-        self.tree = ast.parse(path.read_text(encoding="utf-8"))
-        self.package = ["hixl_async", *path.relative_to(PACKAGE).parts[:-1]]
-        self.unit = unit_of(path)
+        self.tree = ast.parse(path.read_text(encoding="utf-8") if text is None else text)
+        parts = ["hixl_async", *path.relative_to(PACKAGE).with_suffix("").parts]
+        self.is_package = parts[-1] == "__init__"
+        self.name = ".".join(parts[:-1] if self.is_package else parts)
+        self.package = self.name if self.is_package else self.name.rpartition(".")[0]
+        self.unit = unit_of(self.name)
 
     def nodes(self) -> Iterator[tuple[ast.AST, bool, bool]]:
         """Every node, with whether it is for the type checker only, and whether it runs at import."""
@@ -78,16 +91,20 @@ class Source:
             stack.extend((child, typing_only or guarded, inner) for child in ast.iter_child_nodes(node))
 
     def imports(self) -> Iterator[Import]:
-        """Imports from within the package."""
+        """Imports from within the package, one for each name."""
         for node, typing_only, top in self.nodes():
             if isinstance(node, ast.ImportFrom):
-                base = self.package[: len(self.package) - node.level + 1] if node.level else []
-                yield from _within(
-                    ".".join([*base, *(node.module or "").split(".")]).strip("."), node, typing_only, top
-                )
+                module = self._absolute(node)
+                names = [alias.name for alias in node.names] if module.split(".")[0] == "hixl_async" else []
+                yield from (Import(*located(module, name), node.lineno, typing_only, top) for name in names)
             elif isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield from _within(alias.name, node, typing_only, top)
+                names = [alias.name for alias in node.names if alias.name.split(".")[0] == "hixl_async"]
+                yield from (Import(name, "", node.lineno, typing_only, top) for name in names)
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        base = self.package.split(".")
+        base = base[: len(base) - node.level + 1] if node.level else []
+        return ".".join([*base, *filter(None, [node.module])])
 
     def modules(self) -> Iterator[tuple[str, int, bool]]:
         """The first part of everything imported from elsewhere, and whether it happens when the module is."""
@@ -98,29 +115,36 @@ class Source:
                 yield from ((alias.name.split(".")[0], node.lineno, top and not typing_only) for alias in node.names)
 
 
-def _within(module: str, node: ast.Import | ast.ImportFrom, typing_only: bool, top: bool) -> Iterator[Import]:
-    first, *rest = module.split(".")
-    if first != "hixl_async":
-        return
-    names = tuple(alias.name for alias in node.names) if isinstance(node, ast.ImportFrom) else ()
-    if rest:
-        yield Import(rest[0], names, node.lineno, typing_only, top)
-    elif not names:
-        yield Import("hixl_async", (), node.lineno, typing_only, top)
-    for name in names if not rest else ():
-        # `from . import x`: a module of that name, or else a name of the package itself.
-        is_module = any((PACKAGE / f"{name}{suffix}").exists() for suffix in ("", ".py", ".pyx"))
-        yield Import(name if is_module else "hixl_async", (name,), node.lineno, typing_only, top)
+def located(module: str, name: str) -> tuple[str, str]:
+    """The module and the name that ``from module import name`` refers to; `name` may be a module itself."""
+    folder = ROOT.joinpath(*module.split("."))
+    if any((folder / f"{name}{suffix}").exists() for suffix in ("/__init__.py", ".py", ".pyx")):
+        return f"{module}.{name}", ""
+    return module, name
 
 
+PYTHON = sorted(PACKAGE.rglob("*.py"))
+CYTHON = sorted([*PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxd")])
+NATIVE = sorted(path for suffix in ("c", "h", "cpp", "hpp") for path in (PACKAGE / "drivers").rglob(f"*.{suffix}"))
 SOURCES = [Source(path) for path in PYTHON]
 
 
-def cimports(path: Path) -> Iterator[tuple[str, int]]:
-    """Modules of the package that a Cython file imports or cimports."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if found := re.match(r"\s*from\s+\.(\w*)\s+c?import\s+\(?(.*)", line):
-            yield from ((unit.strip(" ),"), number) for unit in ([found[1]] if found[1] else found[2].split(",")))
+def cython_name(path: Path) -> str:
+    """The full name of the module that a ``.pyx`` or ``.pxd`` belongs to."""
+    return ".".join(["hixl_async", *path.relative_to(PACKAGE).with_suffix("").parts])
+
+
+def cimports(path: Path, text: str | None = None) -> Iterator[tuple[str, int]]:
+    """Modules of the package that a Cython file imports or cimports, by their full names."""
+    package = cython_name(path).split(".")[:-1]
+    lines = (path.read_text(encoding="utf-8") if text is None else text).splitlines()
+    for number, line in enumerate(lines, 1):
+        if found := re.match(r"\s*from\s+(\.+)([\w.]*)\s+c?import\s+\(?(.*)", line):
+            base = package[: len(package) - len(found[1]) + 1]
+            if found[2]:
+                yield ".".join([*base, found[2]]), number
+            else:
+                yield from ((".".join([*base, name.strip(" ),")]), number) for name in found[3].split(","))
 
 
 #: A file, a line in it, and what is wrong there.
@@ -138,60 +162,103 @@ def rule(violations: Callable[[], Iterator[Violation]]) -> Callable[[], None]:
     return test
 
 
-def test_there_is_something_to_hold() -> None:
-    """The rules below would all hold of nothing."""
-    assert len(PYTHON) > 20
-    assert len(CYTHON) > 4
-    assert len(NATIVE) > 4
-    assert sum(1 for source in SOURCES for _ in source.imports()) > 100
-    assert sum(1 for path in CYTHON for _ in cimports(path)) > 10
-    assert sum(1 for path in NATIVE for _ in includes(path.read_text())) > 20
+# ---- imports point down, and in no circle ----------------------------------------------------------------------------
 
 
-# ---- imports point up the list only ----------------------------------------------------------------------------------
+def upward(sources: Iterable[Source]) -> Iterator[Violation]:
+    """Imports of Python modules that point up, or sideways into another package.
 
-
-def test_every_module_has_its_layer() -> None:
-    units = {unit_of(path) for path in [*PYTHON, *CYTHON]} - {"hixl_async", "driver"}
-    assert units <= LEVEL.keys(), "give new modules a row in LAYERS, and in CONTRIBUTING.md"
-
-
-@rule
-def test_imports_point_down() -> Iterator[Violation]:
-    for source in SOURCES:
+    From kv on, modules may import the package itself, as users do.
+    """
+    for source in sources:
         for found in source.imports():
-            if source.unit == "hixl_async":
-                allowed = LEVEL.get(found.unit, -1) <= PUBLIC_FROM
-            elif found.unit == "hixl_async":
-                allowed = LEVEL.get(source.unit, 99) >= PUBLIC_FROM
+            unit = unit_of(found.module)
+            if source.name == "hixl_async":
+                allowed = LEVEL.get(unit, 99) <= LEVEL["kv"]
+            elif unit == "hixl_async":
+                allowed = LEVEL.get(source.unit, -1) >= LEVEL["kv"]
             else:
-                allowed = LEVEL.get(found.unit, -1) < LEVEL.get(source.unit, 99)
-            if not (allowed or found.unit == source.unit or found.typing_only):
-                yield source.path, found.line, f"{source.unit} may not import {found.unit}"
-    for path in CYTHON:
-        unit = unit_of(path)
-        for other, line in cimports(path):
-            if other not in (unit, "driver") and LEVEL.get(other, -1) >= LEVEL.get(unit, 99):
-                yield path, line, f"{unit} may not import {other}"
+                allowed = unit == source.unit or LEVEL.get(unit, 99) < LEVEL.get(source.unit, -1)
+            if not allowed:
+                yield source.path, found.line, f"{source.name} may not import {found.module}"
 
 
-@rule
-def test_only_public_names_are_used_above_the_engine() -> Iterator[Violation]:
+@cache
+def exports() -> dict[tuple[str, str], str]:
+    """For each name that a package re-exports: the module that it comes from."""
+    found = {}
     for source in SOURCES:
-        if LEVEL.get(source.unit, -1) < PUBLIC_FROM:
-            continue
-        own = private_names(source.unit) | EXCUSED.get(source.unit, set())
+        if source.is_package:
+            for taken in source.imports():
+                found[source.name, taken.name or taken.module.rpartition(".")[2]] = taken.module
+    return found
+
+
+def origin(found: Import) -> str:
+    """The module that defines what is imported; a package that only re-exports it is no link of a circle."""
+    module = found.module
+    while (module, found.name) in exports():
+        module = exports()[module, found.name]
+    return module
+
+
+def circles(edges: dict[str, dict[str, Violation]]) -> Iterator[Violation]:
+    """The imports that close a circle, each once."""
+    done: set[str] = set()
+    for start in sorted(edges):
+        path: list[str] = []
+
+        def visit(module: str, path: list[str] = path) -> Iterator[Violation]:
+            path.append(module)
+            for target, place in sorted(edges.get(module, {}).items()):
+                if target in path:
+                    circle = [*path[path.index(target) :], target]
+                    yield (
+                        place[0],
+                        place[1],
+                        "a circle: " + " -> ".join(name.removeprefix("hixl_async.") for name in circle),
+                    )
+                elif target not in done:
+                    yield from visit(target)
+            done.add(path.pop())
+
+        if start not in done:
+            yield from visit(start)
+
+
+def edges(sources: Iterable[Source]) -> dict[str, dict[str, Violation]]:
+    """For each Python module the modules that it needs, for its types too, each with the place of one import."""
+    found: dict[str, dict[str, Violation]] = {}
+    for source in sources:
+        if not source.is_package:
+            needed = ((origin(taken), taken.line) for taken in source.imports())
+            found[source.name] = {module: (source.path, line, "") for module, line in needed if module != source.name}
+    return found
+
+
+def cython_edges() -> dict[str, dict[str, Violation]]:
+    """The same for Cython's modules, of which each has a ``.pyx``, a ``.pxd``, or both."""
+    found: dict[str, dict[str, Violation]] = {}
+    for path in CYTHON:
+        needed = {module: (path, line, "") for module, line in cimports(path) if module != cython_name(path)}
+        found.setdefault(cython_name(path), {}).update(needed)
+    return found
+
+
+def private_uses(sources: Iterable[Source]) -> Iterator[Violation]:
+    """Private names that a package takes from another: imported, or as an attribute that it does not define itself."""
+    for source in sources:
+        own = private_names(source.unit)
         for found in source.imports():
-            if found.unit != source.unit and not found.typing_only:
-                for name in filter(private, (found.unit, *found.names)):
+            for name in {found.name, *found.module.split(".")[1:]}:
+                excused = name in own or (source.unit, name) in PRIVATE_USES or source.name == "hixl_async"
+                if private(name) and unit_of(found.module) != source.unit and not excused:
                     yield source.path, found.line, f"imports {name}"
         for node, _, _ in source.nodes():
-            if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in own:
-                yield source.path, node.lineno, ast.unparse(node)
-
-
-#: The balance sheet counts the engines that nobody handed to it.
-EXCUSED = {"testing": {"_engines"}}
+            if isinstance(node, ast.Attribute) and private(node.attr):
+                itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                if not itself and node.attr not in own and (source.unit, node.attr) not in PRIVATE_USES:
+                    yield source.path, node.lineno, ast.unparse(node)
 
 
 def private(name: str) -> bool:
@@ -199,6 +266,7 @@ def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in public
 
 
+@cache
 def private_names(unit: str) -> set[str]:
     """Private names that a part of the package defines itself."""
     names: set[str] = set()
@@ -217,6 +285,86 @@ def private_names(unit: str) -> set[str]:
             ):
                 names.add(node.attr)
     return {name for name in names if private(name)}
+
+
+def test_there_is_something_to_hold() -> None:
+    """The rules below would all hold of nothing."""
+    assert len(PYTHON) > 20
+    assert len(CYTHON) > 4
+    assert len(NATIVE) > 4
+    assert sum(1 for source in SOURCES for _ in source.imports()) > 200
+    assert sum(1 for path in CYTHON for _ in cimports(path)) > 20
+    assert sum(1 for path in NATIVE for _ in includes(path.read_text())) > 20
+
+
+def test_every_module_has_its_layer() -> None:
+    units = {unit_of(name) for name in [*(source.name for source in SOURCES), *map(cython_name, CYTHON)]}
+    assert units - {"hixl_async"} == LEVEL.keys(), "give new modules a row in LAYERS, and in docs/architecture.md"
+
+
+@rule
+def test_imports_point_down() -> Iterator[Violation]:
+    yield from upward(SOURCES)
+    for path in CYTHON:
+        unit = unit_of(cython_name(path))
+        for other, line in cimports(path):
+            if unit_of(other) != unit and LEVEL.get(unit_of(other), 99) >= LEVEL.get(unit, -1):
+                yield path, line, f"{cython_name(path)} may not import {other}"
+
+
+@rule
+def test_no_circle_of_imports() -> Iterator[Violation]:
+    yield from circles(edges(SOURCES))
+    yield from circles(cython_edges())
+
+
+@rule
+def test_no_private_name_of_another_package() -> Iterator[Violation]:
+    yield from private_uses(SOURCES)
+
+
+def test_every_excuse_is_needed() -> None:
+    used = {
+        (source.unit, name)
+        for source in SOURCES
+        for node in ast.walk(source.tree)
+        for name in [getattr(node, "attr", ""), *(getattr(node, "module", None) or "").split(".")]
+        for name in [name, *[alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]]
+    }
+    assert PRIVATE_USES.keys() <= used
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "check", "message"),
+    [
+        ("engine/planted.py", "from ..kv.pool import Pool", upward, "engine.planted may not import hixl_async.kv.pool"),
+        ("engine/planted.py", "from .. import kv", upward, "engine.planted may not import hixl_async.kv"),
+        (
+            "errors.py",
+            "if TYPE_CHECKING:\n    from .engine.engine import Engine",
+            upward,
+            "errors may not import hixl_async.engine.engine",
+        ),
+        ("kv/planted.py", "def f(peer): peer._exports", private_uses, "peer._exports"),
+        ("testing/planted.py", "from ..engine.peer import _has_ended", private_uses, "imports _has_ended"),
+    ],
+)
+def test_what_is_planted_is_found(
+    path: str, text: str, check: Callable[[Iterable[Source]], Iterator[Violation]], message: str
+) -> None:
+    found = [str(what) for _, _, what in check([Source(PACKAGE / path, text)])]
+    assert any(message in what for what in found), found
+
+
+def test_a_planted_circle_is_found() -> None:
+    """Through a name that the package re-exports, and for types only."""
+    planted = [
+        Source(PACKAGE / "engine/one.py", "from .two import x"),
+        Source(PACKAGE / "engine/two.py", "if TYPE_CHECKING:\n    from .one import y"),
+    ]
+    assert [what for _, _, what in circles(edges(planted))] == ["a circle: engine.one -> engine.two -> engine.one"]
+    through = [*SOURCES, Source(PACKAGE / "engine/waiters.py", "if TYPE_CHECKING:\n    from hixl_async import Engine")]
+    assert any("engine.waiters" in str(what) for _, _, what in circles(edges(through)))
 
 
 # ---- drivers ---------------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ async def measure_flight(pair: Pair, loop: str, plan: Plan) -> AsyncIterator[Fig
     `threads` copies nothing inside the call.  `faulty` stands for a network: a thread of its own completes every operation,
     without a delay.
     """
-    name = pair.remote.link.driver.name
+    name = pair.driver
     async with (
         Engine(None, drivers={name: {"inline_bytes": 0}}) as threads,
         Engine(None, drivers=faulty(name, FaultPlan(seed=1).pending())) as slow,

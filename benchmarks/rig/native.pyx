@@ -9,7 +9,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from hixl_async.core.batch cimport Batch
-from hixl_async.core.link cimport Hub, hxa_mailbox
+from hixl_async.core.link cimport CoreBase, hxa_mailbox
 from hixl_async.core.driver cimport *
 
 cdef extern from *:
@@ -55,10 +55,10 @@ cdef extern from *:
         }
     }
 
-    /* Returns the mailbox to the loop; an event node that came meanwhile must wake it. */
+    /* Hands the mailbox back to the loop; an event that came meanwhile must wake it. */
     static inline void ladder_leave(hxa_mailbox *box) {
         __atomic_store_n(&box->armed, 1, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&box->letters, __ATOMIC_SEQ_CST) != NULL) hxa_mailbox_signal(box);
+        if (__atomic_load_n(&box->event_nodes, __ATOMIC_SEQ_CST) != NULL) hxa_mailbox_signal(box);
     }
     """
     int64_t ladder_now() nogil
@@ -81,7 +81,7 @@ cdef class Program:
     cdef size_t turn
     cdef char *local
     cdef char *remote
-    cdef Hub hub
+    cdef CoreBase core
     cdef const hxa_driver *table
     cdef hxa_link *link
 
@@ -90,15 +90,15 @@ cdef class Program:
         cdef size_t i
         self.batches, self.count = batches, len(batches)
         self.local, self.remote = <char *>local, <char *>remote
-        self.hub, self.table, self.link = batch.link.driver.core, batch.link.driver.table, batch.link.link
+        self.core, self.table, self.link = batch.link.driver.core, batch.link.driver.table, batch.link.link
         self.items = <hxa_batch *>malloc(self.count * sizeof(hxa_batch))
         if self.items == NULL:
             raise MemoryError()
         memset(self.items, 0, self.count * sizeof(hxa_batch))
         for i in range(self.count):
             batch = batches[i]
-            self.items[i].verb, self.items[i].n, self.items[i].desc = batch.verb, batch.count, batch.desc
-            self.items[i].bytes = batch.nbytes
+            self.items[i].verb, self.items[i].n, self.items[i].desc = batch.verb, batch.n_descriptors, batch.desc
+            self.items[i].bytes = batch.total_bytes
 
     def __dealloc__(self):
         free(self.items)
@@ -123,7 +123,7 @@ cdef class Program:
         cdef int64_t start
         cdef int answer = HXA_DONE
         cdef bint waited = False
-        if self.hub.in_flight:
+        if self.core.n_in_flight:
             raise RuntimeError("the C loop needs the link for itself, but a transfer is in flight")
         memset(&op, 0, sizeof(op))
         with nogil:
@@ -132,13 +132,13 @@ cdef class Program:
                 answer = self.table.submit(self.link, &self.items[turn], &op)
                 if answer == HXA_PENDING:
                     waited = True
-                    answer = ladder_wait(self.hub.box, &op)
+                    answer = ladder_wait(self.core.box, &op)
                 if answer != HXA_DONE:
                     break
                 turn = turn + 1 if turn + 1 < self.count else 0
             start = ladder_now() - start
             if waited:
-                ladder_leave(self.hub.box)
+                ladder_leave(self.core.box)
         self.turn = turn
         if answer != HXA_DONE:
             raise RuntimeError(f"the driver refused or failed a copy: status {-answer}")

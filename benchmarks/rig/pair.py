@@ -83,6 +83,11 @@ class Pair:
     bell: Bell
     their_bell: int
 
+    @property
+    def driver(self) -> str:
+        """The name of the driver that carries the transfers."""
+        return self.peer.route(self.remote).partition(":")[0]
+
     async def ask(self, service: str, *, timeout: float = 60.0, **body: Any) -> dict[str, Any]:
         """Request a service of the target; see `_Target`."""
         return await self.peer.request(service, body, timeout=timeout)

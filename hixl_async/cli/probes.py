@@ -13,6 +13,8 @@ import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .container import memory_limit
+
 __all__ = ["Finding", "findings"]
 
 # Values of the kernel's headers for which Python has no name in every supported version.
@@ -172,11 +174,13 @@ def _memory() -> Finding:
     available = next(
         (line.split()[1] for line in (_read("/proc/meminfo") or "").splitlines() if "MemAvailable" in line), "0"
     )
-    found = f"{int(available) >> 20} GiB available"
-    limit = _read("/sys/fs/cgroup/memory.max")
-    if limit is not None and limit.isdigit():
-        found += f", {int(limit) >> 30} GiB for this container"
-    return Finding("memory", "ok", found, "regions take theirs at allocate, and count as shared memory of their owner")
+    verdict = "regions take theirs at allocate, and count as shared memory of their owner"
+    limit = memory_limit()
+    if limit is not None and limit[0] < int(available) << 10:
+        return Finding(
+            "memory", "ok", f"{limit[0] >> 20} MiB for this container", f"{verdict}; {limit[1]} is the limit"
+        )
+    return Finding("memory", "ok", f"{int(available) >> 20} GiB available", verdict)
 
 
 def _overcommit() -> Finding:

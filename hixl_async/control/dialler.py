@@ -5,7 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 
-from ..errors import BusyError, ConnectError, HixlError, InvalidArgumentError, PeerDownError
+from ..errors import (
+    BusyError,
+    ConnectError,
+    HandshakeError,
+    HixlError,
+    InvalidArgumentError,
+    PeerDownError,
+    ProtocolError,
+)
 from ..types import Address
 from . import socket_io
 from .channel import TcpChannel, UnixChannel
@@ -39,7 +47,7 @@ async def dial(
     :param timeout: seconds for everything together.
     :param scheduler: shares the time of the loop between the connections of an engine; None: with no others.
     :raises AuthenticationError: if one side does not, or cannot, trust the other, or their domains differ.
-    :raises ProtocolError: if the other side is no engine, or speaks no protocol version that we do.
+    :raises HandshakeError: if the other side is no engine, or speaks no protocol version that we do.
     :raises ConnectError: if nobody listens there, or it took too long.
     :raises InvalidArgumentError: if an argument is malformed, or the address is our own.
     """
@@ -61,6 +69,8 @@ async def dial(
         raise ConnectError(f"{address} did not answer within {timeout:g} s ({call.step})") from None
     except PeerDownError as error:
         raise ConnectError(f"{address} broke off the handshake ({call.step}): {error}", native=error.native) from None
+    except ProtocolError as error:
+        raise HandshakeError(f"{address}: {error}", native=error.native) from None
     except HixlError as error:
         if str(address) not in str(error):
             error.args = (f"{address}: {error}", *error.args[1:])

@@ -319,7 +319,7 @@ class DiallerHandshake(Handshake):
         self._transcript.append(raw)
         scope = self._view.scope
         if name.kind == "abstract" and not same(scope.network, body["network"]):
-            return self._without_unix("the two sides are on different hosts, or in different network namespaces")
+            return self._without_unix(apart(scope.network, body["network"]))
         if name.kind == "directory" and not same(scope.directory, body["directory"]):
             return self._without_unix("the two sides do not share one unix_dir=")
         self._state = State.OPENING
@@ -374,7 +374,7 @@ class ListenerHandshake(Handshake):
         body = self._take_hello(raw)
         self._same_network = same(self._view.scope.network, body["network"])
         if self._name.kind == "abstract" and not self._same_network:
-            self._fallback = "the two sides are on different hosts, or in different network namespaces"
+            self._fallback = apart(self._view.scope.network, body["network"])
         elif self._name.kind == "directory" and not same(self._view.scope.directory, body["directory"]):
             self._fallback = "the two sides do not share one unix_dir="
         else:
@@ -447,6 +447,14 @@ def connection_of(raw: bytes) -> str:
 def same(ours: str, theirs: str) -> bool:
     """True if two fingerprints are known and equal."""
     return bool(ours) and ours == theirs
+
+
+def apart(ours: str, theirs: str) -> str:
+    """Return why two sides with these fingerprints of their networks cannot use an abstract Unix socket."""
+    if not (ours and theirs):
+        side = "the other side" if ours else "this side"
+        return f"{side} cannot find out whether both are on one host, because it has no /proc, or one that hides namespaces"
+    return "the two sides are on different hosts, or in different network namespaces"
 
 
 def _versions(oldest: int, newest: int) -> str:

@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from .link cimport Link
-from .memory cimport LocalMemory, RemoteMemory, Slice
+from .memory cimport LocalMemory, LocalSlice, RemoteMemory, RemoteSlice
 from .driver cimport hxa_desc
 
 
@@ -13,23 +13,23 @@ cdef struct Span:                     # of one side, in bytes
 
 cdef struct Extent:                   # descriptors that were added together
     size_t begin                      # the first of them
-    void *whole_of                    # Memory: offsets count from its start, and may be any of it; NULL: from a range's
+    void *whole_of                    # Memory: offsets count from its start, and may reach all of it; NULL: from a range's
     void *whole_of_remote
     Span local, remote
 
 
 cdef class Batch:
     cdef hxa_desc *desc
-    cdef readonly size_t count        # descriptors, neighbours merged
+    cdef size_t n_descriptors         # neighbours merged
     cdef size_t room                  # most descriptors
     cdef bint overflow                # there were more
     cdef size_t rows                  # copies as the program listed them
     cdef size_t *first                # number of the first row of each descriptor; NULL: its own
     cdef Extent *extents
     cdef size_t n_extents
-    cdef readonly uint64_t nbytes
+    cdef uint64_t total_bytes
     cdef uint32_t verb
-    cdef readonly Link link
+    cdef Link link
     cdef list memories                # every Memory that the descriptors name, each once
     cdef Batch origin                 # of which this one was shifted; it has the numbers of rows
 
@@ -40,7 +40,7 @@ cdef class Batch:
     cdef int _map_row(self) except -1 nogil
     cdef int64_t _row(self, int64_t descriptor) noexcept
     cdef int _add(self, const hxa_desc *piece, size_t floor) except -1 nogil
-    cdef int _add_slices(self, Slice left, Slice right) except -1
-    cdef Extent *_begin_extent(self, Slice left, Slice right) noexcept
-    cdef int _add_rows(self, Slice left, Slice right, const uint64_t[:, ::1] table) except -1
-    cdef int _add_runs(self, Slice left, Slice right, const uint64_t[:, ::1] table) except -1
+    cdef int _add_slices(self, LocalSlice left, RemoteSlice right) except -1
+    cdef Extent *_begin_extent(self, LocalSlice left, RemoteSlice right) noexcept
+    cdef int _add_rows(self, LocalSlice left, RemoteSlice right, const uint64_t[:, ::1] table) except -1
+    cdef int _add_runs(self, LocalSlice left, RemoteSlice right, const uint64_t[:, ::1] table) except -1

@@ -6,7 +6,10 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.number cimport PyNumber_Index
 from libc.string cimport memcpy
 
-from .memory cimport LocalMemory, Memory, RemoteMemory, Slice, check_access, check_reach, fill, raise_gone, whole
+from .memory cimport (
+    LocalMemory, LocalSlice, Memory, RemoteMemory, RemoteSlice, check_access, check_reach, fill, raise_gone, whole_local,
+    whole_remote,
+)
 from .driver cimport *
 
 import sys
@@ -14,7 +17,7 @@ from array import array
 
 from .. import errors
 
-#: In place of a verb: an object that is filled by whoever made it.
+# In place of a verb: an empty batch, to be filled here.
 cdef object _EMPTY = object()
 cdef str _TRIPLE = "local offset, remote offset, length"
 cdef str _SIX = "local offset, local stride, remote offset, remote stride, length, count"
@@ -22,10 +25,10 @@ cdef dict VERBS = {"read": HXA_READ, "write": HXA_WRITE}
 
 
 cdef object _table(object rows, Py_ssize_t width, str words):
-    """Any N x `width` table of 64-bit integers as a typed view, without copying where it already is one."""
+    """Return an N x `width` table of 64-bit integers as a typed view, without a copy if it is a buffer already."""
     if not PyObject_CheckBuffer(rows) and hasattr(rows, "__dlpack__") and "numpy" in sys.modules:
         try:
-            rows = sys.modules["numpy"].from_dlpack(rows)  # a tensor; row by row it would take a hundred times as long
+            rows = sys.modules["numpy"].from_dlpack(rows)  # a tensor; reading it row by row takes a hundred times as long
         except (TypeError, ValueError, RuntimeError, BufferError) as error:
             raise errors.BufferTypeError(f"rows: {type(rows).__name__} cannot be used by DLPack: {error}") from error
     if not PyObject_CheckBuffer(rows):
@@ -45,7 +48,7 @@ cdef object _table(object rows, Py_ssize_t width, str words):
         return memoryview(flat).cast("B").cast("Q", (len(flat) // width, width))
     try:
         view = memoryview(rows)
-    except (TypeError, ValueError, BufferError) as error:  # what buffers cannot describe, such as datetime64, or one let go
+    except (TypeError, ValueError, BufferError) as error:  # buffers cannot describe it, such as datetime64, or it was released
         raise errors.InvalidArgumentError(f"rows must be 64-bit integers (uint64) in a buffer: {error}") from error
     if view.ndim != 2 or view.shape[1] != width:
         raise errors.InvalidArgumentError(f"rows must have shape (N, {width}): {words}; got {tuple(view.shape)}")
@@ -64,7 +67,7 @@ cdef object _nothing_to_move():
 
 
 cdef list _parts(object parts):
-    """The parts of a batch as tuples of two or three."""
+    """Return the parts of a batch as tuples of two or three."""
     try:
         listed = [tuple(part) for part in parts]
     except TypeError:
@@ -78,10 +81,10 @@ cdef list _parts(object parts):
 
 @cython.final
 cdef class Batch:
-    """A prepared list of copies: one peer, one direction, N descriptors, one completion.  May be submitted many times.
+    """A prepared list of copies: one peer, one direction, N descriptors, one completion.  It may be submitted many times.
 
-    ``Batch(verb, local, remote, rows)`` takes an N x 3 C-contiguous buffer of 64-bit integers (numpy, array, memoryview) or
-    a sequence of triples: local offset, remote offset, length, in bytes, counted from the start of `local` and `remote`
+    ``Batch(verb, local, remote, rows)`` takes an N x 3 C-contiguous buffer of 64-bit integers (numpy, array, memoryview), a
+    CPU tensor or a sequence of triples: local offset, remote offset, length, in bytes, counted from the start of `local` and `remote`
     (regions or ranges of them).  ``Batch(verb, parts)`` takes a sequence of ``(local, remote, rows)`` or ``(local_slice,
     remote_slice)``.  `strided` takes copies that repeat at even distances.  Everything is validated here, once, and
     neighbours that continue each other on both sides become one descriptor.
@@ -94,14 +97,15 @@ cdef class Batch:
 
     def __cinit__(self, verb, local, remote=None, rows=None):
         cdef list parts = []
-        cdef Slice left, right
+        cdef LocalSlice left
+        cdef RemoteSlice right
         cdef size_t total = 0
         if verb is _EMPTY:
             return
         self._begin(verb)
         for part in [(local, remote, rows)] if remote is not None else _parts(local):
-            left = whole(part[0], "local", LocalMemory)
-            right = whole(part[1], "remote", RemoteMemory)
+            left = whole_local(part[0], "local")
+            right = whole_remote(part[1], "remote")
             table = _table(part[2], 3, _TRIPLE) if len(part) == 3 and part[2] is not None else None
             self._adopt(left.memory, right.memory)
             parts.append((left, right, table))
@@ -118,19 +122,21 @@ cdef class Batch:
 
     @classmethod
     def strided(cls, verb, local, remote, runs):
-        """Copies that repeat at even distances, such as one head's keys of all tokens.
+        """Make a batch of copies that repeat at even distances, such as one head's keys of all tokens.
 
-        :param local: a local region or a range of one, from whose start offsets count.
-        :param remote: likewise, of a peer.
-        :param runs: an N x 6 buffer of 64-bit integers or a sequence of sixes: local offset, local stride, remote offset,
-            remote stride, length, count; all but the count in bytes.  The k-th copy of a run moves `length` bytes at offset +
+        :param verb: ``"read"`` (remote to local) or ``"write"`` (local to remote).
+        :param local: a region of this engine or a range of one, from whose start offsets count.
+        :param remote: a region of a peer or a range of one, likewise.
+        :param runs: an N x 6 buffer of 64-bit integers or a sequence of rows of six: local offset, local stride, remote offset,
+            remote stride, length, count; all in bytes but the count.  The k-th copy of a run moves `length` bytes at offset +
             k * stride on both sides.
+        :return: a `Batch`.
         :raises InvalidArgumentError: as for a batch.
         :raises RangeError: if a run has length or count 0 or reaches outside; its number is in `index`.
         """
         cdef Batch batch = Batch.__new__(Batch, _EMPTY, None)
-        cdef Slice left = whole(local, "local", LocalMemory)
-        cdef Slice right = whole(remote, "remote", RemoteMemory)
+        cdef LocalSlice left = whole_local(local, "local")
+        cdef RemoteSlice right = whole_remote(remote, "remote")
         cdef const uint64_t[:, ::1] table = _table(runs, 6, _SIX)
         cdef size_t total = 0
         cdef Py_ssize_t i
@@ -144,12 +150,13 @@ cdef class Batch:
         return batch
 
     def shifted(self, local=0, remote=0):
-        """The same copies at other places: all local offsets by `local` bytes further on, all remote ones by `remote`.
+        """Make a batch of the same copies at other places; it costs one copy of the descriptors, whatever they were made from.
 
-        It costs one copy of the descriptors, whatever they were made from.
-
-        :raises RangeError: if a descriptor would leave the ranges that this batch was made for; for one made from pairs of
-            slices that is their regions.
+        :param local: bytes that are added to each local offset; may be negative.
+        :param remote: bytes that are added to each remote offset; may be negative.
+        :return: a `Batch`.
+        :raises RangeError: if a descriptor would leave the ranges that this batch was made for; for a batch of pairs of slices
+            these are their regions.
         :raises InvalidArgumentError: if a shift is no integer.
         """
         cdef Batch batch
@@ -166,16 +173,16 @@ cdef class Batch:
                 raise errors.RangeError(f"{self!r} shifted by {here} local and {there} remote bytes reaches outside")
         batch = Batch.__new__(Batch, _EMPTY, None)
         batch.verb, batch.link, batch.memories = self.verb, self.link, self.memories
-        batch.rows, batch.nbytes = self.rows, self.nbytes
+        batch.rows, batch.total_bytes = self.rows, self.total_bytes
         batch.origin = self if self.origin is None else self.origin
-        batch._reserve(self.count, self.n_extents)
-        batch.count, batch.n_extents = self.count, self.n_extents
+        batch._reserve(self.n_descriptors, self.n_extents)
+        batch.n_descriptors, batch.n_extents = self.n_descriptors, self.n_extents
         memcpy(batch.extents, self.extents, self.n_extents * sizeof(Extent))
         for i in range(self.n_extents):
             _shift(&batch.extents[i].local, here)
             _shift(&batch.extents[i].remote, there)
-        # Two's complement: adding a negative shift wraps around to the right place.
-        for i in range(self.count):
+        # In two's complement adding a negative shift wraps around to the right place.
+        for i in range(self.n_descriptors):
             batch.desc[i] = self.desc[i]
             batch.desc[i].loff += <uint64_t>here
             batch.desc[i].roff += <uint64_t>there
@@ -187,11 +194,22 @@ cdef class Batch:
         PyMem_Free(self.extents)
 
     def __len__(self):
+        """Return the number of copies, as the program listed them."""
         return self.rows
 
+    @property
+    def count(self):
+        """The number of descriptors: copies of which neighbours that continue each other were merged."""
+        return self.n_descriptors
+
+    @property
+    def nbytes(self):
+        """The number of bytes to move, all copies together."""
+        return self.total_bytes
+
     def __repr__(self):
-        merged = f" in {self.count} descriptors" if self.count != self.rows else ""
-        return f"<Batch {'write' if self.verb == HXA_WRITE else 'read'}: {self.rows} copies{merged}, {self.nbytes} bytes>"
+        merged = f" in {self.n_descriptors} descriptors" if self.n_descriptors != self.rows else ""
+        return f"<Batch {'write' if self.verb == HXA_WRITE else 'read'}: {self.rows} copies{merged}, {self.total_bytes} bytes>"
 
     cdef int _begin(self, verb) except -1:
         try:
@@ -202,10 +220,10 @@ cdef class Batch:
         return 0
 
     cdef int _adopt(self, LocalMemory local, RemoteMemory remote) except -1:
-        """One peer per batch, the right access, and each memory pinned once."""
-        if not remote.alive:
+        """Check the peer and the access of one part, and enter its memories, each once."""
+        if not remote.usable:
             raise_gone(remote)
-        if not local.alive:
+        if not local.usable:
             raise_gone(local)
         if self.link is None:
             self.link = remote.link
@@ -216,7 +234,7 @@ cdef class Batch:
         check_access(remote, self.verb)
         if local.mems[self.link.driver.index] == NULL:
             check_reach(local, self.link.driver)
-        if self.verb == HXA_READ and local.readonly:
+        if self.verb == HXA_READ and local.is_readonly:
             raise errors.BufferTypeError("the local region was registered from a read-only buffer; it cannot be read into")
         if local not in self.memories:
             self.memories.append(local)
@@ -225,7 +243,7 @@ cdef class Batch:
         return 0
 
     cdef int _reserve(self, size_t descriptors, size_t extents) except -1:
-        """Room for at most so many descriptors; those that get merged need less, so more than the limit are not refused yet."""
+        """Make room for the descriptors, at most the driver's limit: merged ones need less, so more are not refused yet."""
         self.room = min(descriptors, self.link.driver.descriptor_limit)
         self.desc = <hxa_desc *>PyMem_Malloc(self.room * sizeof(hxa_desc))
         self.extents = <Extent *>PyMem_Malloc(extents * sizeof(Extent))
@@ -242,54 +260,54 @@ cdef class Batch:
         return 0
 
     cdef int _map_row(self) except -1 nogil:
-        """The descriptor that was just added begins with row `rows`; kept only once that is not its own number."""
+        """Note that the last descriptor begins with row `rows`; the map is made once that differs from its own number."""
         cdef size_t i
         if self.first == NULL:
-            if self.rows == self.count - 1:
+            if self.rows == self.n_descriptors - 1:
                 return 0
             with gil:
                 self.first = <size_t *>PyMem_Malloc(self.room * sizeof(size_t))
                 if self.first == NULL:
                     raise MemoryError()
-            for i in range(self.count - 1):
+            for i in range(self.n_descriptors - 1):
                 self.first[i] = i
-        self.first[self.count - 1] = self.rows
+        self.first[self.n_descriptors - 1] = self.rows
         return 0
 
     cdef int64_t _row(self, int64_t descriptor) noexcept:
-        """The number that the program knows a descriptor by; of several rows that were merged the first."""
+        """Return the number of a descriptor's row, as the program listed it; of merged rows the first."""
         cdef Batch made = self if self.origin is None else self.origin
         return descriptor if made.first == NULL or descriptor < 0 else <int64_t>made.first[descriptor]
 
     cdef int _add(self, const hxa_desc *piece, size_t floor) except -1 nogil:
-        """One more copy, merged with the one before where that is number `floor` or later."""
+        """Add one copy, merged with the previous descriptor if that is number `floor` or later."""
         cdef hxa_desc *last
-        if self.count > floor:
-            last = &self.desc[self.count - 1]
+        if self.n_descriptors > floor:
+            last = &self.desc[self.n_descriptors - 1]
             if (piece.lmem == last.lmem and piece.rmem == last.rmem and piece.loff == last.loff + last.len
                     and piece.roff == last.roff + last.len):
                 last.len += piece.len
                 self.rows += 1
-                self.nbytes += piece.len
+                self.total_bytes += piece.len
                 return 0
-        if self.count == self.room:
+        if self.n_descriptors == self.room:
             self.overflow = True
         else:
-            self.desc[self.count] = piece[0]
-            self.count += 1
+            self.desc[self.n_descriptors] = piece[0]
+            self.n_descriptors += 1
             self._map_row()
         self.rows += 1
-        self.nbytes += piece.len
+        self.total_bytes += piece.len
         return 0
 
-    cdef int _add_slices(self, Slice left, Slice right) except -1:
+    cdef int _add_slices(self, LocalSlice left, RemoteSlice right) except -1:
         cdef hxa_desc piece
         cdef Extent *extent = &self.extents[self.n_extents - 1] if self.n_extents else NULL
         cdef Memory local = left.memory, remote = right.memory
-        cdef size_t floor = self.count
-        if left.length != right.length or left.length == 0:
+        cdef size_t floor = self.n_descriptors
+        if left.nbytes != right.nbytes or left.nbytes == 0:
             raise errors.RangeError(
-                f"descriptor {self.rows}: {left.length} local and {right.length} remote bytes; "
+                f"descriptor {self.rows}: {left.nbytes} local and {right.nbytes} remote bytes; "
                 "lengths must be equal and not 0",
                 index=self.rows,
             )
@@ -299,37 +317,37 @@ cdef class Batch:
             extent = &self.extents[self.n_extents]
             self.n_extents += 1
             extent.begin, extent.whole_of, extent.whole_of_remote = floor, <void *>local, <void *>remote
-            extent.local = Span(0, local.size, left.offset, left.offset)
-            extent.remote = Span(0, remote.size, right.offset, right.offset)
-        _cover(&extent.local, left.offset, left.length)
-        _cover(&extent.remote, right.offset, right.length)
-        fill(&piece, local, left.offset, remote, right.offset, left.length, self.link.driver)
+            extent.local = Span(0, local.nbytes, left.start, left.start)
+            extent.remote = Span(0, remote.nbytes, right.start, right.start)
+        _cover(&extent.local, left.start, left.nbytes)
+        _cover(&extent.remote, right.start, right.nbytes)
+        fill(&piece, local, left.start, remote, right.start, left.nbytes, self.link.driver)
         self._add(&piece, floor)
         return 0
 
-    cdef Extent *_begin_extent(self, Slice left, Slice right) noexcept:
-        """Of rows and runs, which count from the start of two ranges."""
+    cdef Extent *_begin_extent(self, LocalSlice left, RemoteSlice right) noexcept:
+        """Begin the extent of rows or runs, which count from the start of two ranges."""
         cdef Extent *extent = &self.extents[self.n_extents]
         self.n_extents += 1
-        extent.begin, extent.whole_of, extent.whole_of_remote = self.count, NULL, NULL
-        extent.local = Span(0, left.length, <uint64_t>-1, 0)
-        extent.remote = Span(0, right.length, <uint64_t>-1, 0)
+        extent.begin, extent.whole_of, extent.whole_of_remote = self.n_descriptors, NULL, NULL
+        extent.local = Span(0, left.nbytes, <uint64_t>-1, 0)
+        extent.remote = Span(0, right.nbytes, <uint64_t>-1, 0)
         return extent
 
-    cdef int _add_rows(self, Slice left, Slice right, const uint64_t[:, ::1] table) except -1:
+    cdef int _add_rows(self, LocalSlice left, RemoteSlice right, const uint64_t[:, ::1] table) except -1:
         cdef Py_ssize_t i, n = table.shape[0], bad = -1
         cdef uint64_t loff, roff, length
         cdef hxa_desc first, piece
         cdef Extent *extent = self._begin_extent(left, right)
-        if left.length and right.length:
-            fill(&first, left.memory, left.offset, right.memory, right.offset, 1, self.link.driver)
-        cdef uint64_t lsize = left.length, rsize = right.length
+        if left.nbytes and right.nbytes:
+            fill(&first, left.memory, left.start, right.memory, right.start, 1, self.link.driver)
+        cdef uint64_t lsize = left.nbytes, rsize = right.nbytes
         with nogil:
             for i in range(n):
                 loff = table[i, 0]
                 roff = table[i, 1]
                 length = table[i, 2]
-                # By subtraction, for loff + length may overflow 64 bits.
+                # By subtraction, because loff + length may overflow 64 bits.
                 if length == 0 or length > lsize or loff > lsize - length or length > rsize or roff > rsize - length:
                     bad = i
                     break
@@ -348,20 +366,20 @@ cdef class Batch:
             )
         return 0
 
-    cdef int _add_runs(self, Slice left, Slice right, const uint64_t[:, ::1] table) except -1:
+    cdef int _add_runs(self, LocalSlice left, RemoteSlice right, const uint64_t[:, ::1] table) except -1:
         cdef Py_ssize_t i, n = table.shape[0], bad = -1
         cdef uint64_t loff, lstride, roff, rstride, length, count
         cdef hxa_desc first, piece
         cdef Extent *extent = self._begin_extent(left, right)
-        if left.length and right.length:
-            fill(&first, left.memory, left.offset, right.memory, right.offset, 1, self.link.driver)
+        if left.nbytes and right.nbytes:
+            fill(&first, left.memory, left.start, right.memory, right.start, 1, self.link.driver)
         with nogil:
             for i in range(n):
                 loff, lstride = table[i, 0], table[i, 1]
                 roff, rstride = table[i, 2], table[i, 3]
                 length, count = table[i, 4], table[i, 5]
-                if count == 0 or not (_reaches(left.length, loff, lstride, length, count)
-                                      and _reaches(right.length, roff, rstride, length, count)):
+                if count == 0 or not (_reaches(left.nbytes, loff, lstride, length, count)
+                                      and _reaches(right.nbytes, roff, rstride, length, count)):
                     bad = i
                     break
                 _cover(&extent.local, loff, (count - 1) * lstride + length)
@@ -384,15 +402,15 @@ cdef class Batch:
         if bad >= 0:
             raise errors.RangeError(
                 f"run {bad} (local {table[bad, 0]} every {table[bad, 1]}, remote {table[bad, 2]} every {table[bad, 3]}, "
-                f"length {table[bad, 4]}, {table[bad, 5]} times) is empty or reaches outside (local {left.length}, remote "
-                f"{right.length} bytes)",
+                f"length {table[bad, 4]}, {table[bad, 5]} times) is empty or reaches outside (local {left.nbytes}, remote "
+                f"{right.nbytes} bytes)",
                 index=bad,
             )
         return 0
 
 
 cdef inline bint _reaches(uint64_t size, uint64_t offset, uint64_t stride, uint64_t length, uint64_t count) noexcept nogil:
-    """Does a run lie inside?  By subtraction and division, for the products may overflow 64 bits."""
+    """Return True if a run lies inside; by subtraction and division, because the products may overflow 64 bits."""
     if length == 0 or length > size or offset > size - length:
         return False
     return stride == 0 or count - 1 <= (size - length - offset) // stride
@@ -412,3 +430,10 @@ cdef inline bint _fits(const Span *span, int64_t by) noexcept nogil:
 cdef inline void _shift(Span *span, int64_t by) noexcept nogil:
     span.least += <uint64_t>by
     span.most += <uint64_t>by
+
+
+# -- the port for the engine package
+
+def link_of(Batch batch not None):
+    """Return the link that a batch is for."""
+    return batch.link

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import Any, final
 
-from .in_flight import Flights
+from .in_flight import InFlightTable
 from .transfer import Transfer
 
 @final
 class DeviceCopies:
     def __init__(
         self,
-        core: Flights,
+        core: InFlightTable,
         pin: Callable[[Any, int, int], Callable[[], object] | None],
         copy: Callable[[Any, int, int, bool], Any],
     ) -> None: ...

@@ -3,7 +3,7 @@
 cimport cython
 from cpython.mem cimport PyMem_Malloc
 
-from .in_flight cimport Flights
+from .in_flight cimport InFlightTable
 from .link cimport refusal
 from .memory cimport RemoteMemory
 from .transfer cimport ACTIVE, FAILED, Transfer
@@ -27,14 +27,16 @@ cdef class DeviceCopies:
     :param copy: ``copy(tensor, address, nbytes, to_device)`` begins a copy; answers its event, which has ``query()``.
     """
 
-    cdef Flights core
+    cdef InFlightTable core
     cdef object pin, copy, poller
 
-    def __init__(self, Flights core, pin, copy):
+    def __cinit__(self, InFlightTable core not None, pin, copy):
         self.core, self.pin, self.copy = core, pin, copy
 
-    def begin(self, Transfer transfer):
-        """Begins the copy of a transfer whose local side is a tensor of a device."""
+    def begin(self, Transfer transfer not None):
+        """Begin the copy of a transfer whose local side is a tensor of a device."""
+        if transfer.device is None or transfer.held:
+            raise TypeError(f"{transfer!r} does not wait for a device")
         cdef const hxa_driver *table = transfer.link.driver.table
         cdef RemoteMemory remote = transfer.remote
         cdef void *address = NULL
@@ -54,17 +56,17 @@ cdef class DeviceCopies:
                 f"{type(tensor).__name__} to the CPU first, or let the owner allocate the region"
             )
         if answer:
-            raise refusal(transfer.link.driver, -answer, 0, f"{transfer._describe()} was refused", transfer.link.peer)
+            raise refusal(transfer.link.driver, -answer, 0, f"{transfer._describe()} was refused", transfer.link)
         try:
-            if remote.farewell is None:
-                remote.farewell = self.pin(tensor, <size_t>address, remote.size) or _nothing
+            if remote.on_unmap is None:
+                remote.on_unmap = self.pin(tensor, <size_t>address, remote.nbytes) or _nothing
             transfer.device = self.copy(
                 tensor, <size_t>address + transfer.desc.roff, transfer.desc.len, transfer.batch.verb == HXA_READ)
         except Exception as error:
             table.mem_return(transfer.link.link, transfer.desc.rmem)
             raise errors.DriverError(f"the device refused a {transfer._describe()}: {error}", peer=transfer.link.peer) from error
         if self.poller is None:  # the engine has its loop from its opening on
-            self.poller = EventPoller(self.core.loop)
+            self.poller = EventPoller(self.core.event_loop)
         self.poller.watch(partial(self._look, transfer))
 
     def _look(self, Transfer transfer not None):

@@ -1,38 +1,42 @@
 # Slots between submit and release; every field explained.
 from libc.stdint cimport uint64_t
 
-from .link cimport Hub, hxa_letter
-from .memory cimport Memory
+from .link cimport CoreBase, hxa_event_node
 from .transfer cimport Transfer
 from .driver cimport hxa_op
 
-cdef class Flights(Hub):
+cdef class InFlightTable(CoreBase):
     cdef object handler               # handler(driver, kind, cookie, status, topic, data): notifications, signals, lost links
     cdef object is_running            # loop.is_running, bound once
-    cdef bint plain                   # that is BaseEventLoop's, a call into Python to look at loop._thread_id
-    cdef uint64_t generation          # fork_generation at open (C10)
-    cdef readonly bint closed         # no new work
-    cdef bint drain_scheduled         # drain() will run again without a signal
+    cdef bint plain                   # that is BaseEventLoop's, a Python function that looks at loop._thread_id
+    cdef uint64_t generation          # fork_generation at the start (C10)
+    cdef bint is_closed               # no new work
+    cdef bint drain_scheduled         # a drain is scheduled without a signal
     cdef hxa_op *backlog              # taken from the mailbox, not yet settled (a capped drain)
-    cdef hxa_letter *letters          # likewise, not yet delivered
-    cdef void *first                  # Transfer: head of the list of flights that still pin memory
+    cdef hxa_event_node *event_nodes  # likewise, not yet delivered
+    cdef void *first                  # Transfer: head of the list of operations that still pin memory
     cdef object watchdog              # TimerHandle of the stall check, only while something is in flight
-    cdef readonly double stall        # seconds without progress after which a transfer fails
-    cdef readonly uint64_t bytes_in_flight    # of transfers whose memory is pinned
-    cdef readonly uint64_t max_bytes_in_flight        # 0: any
-    cdef uint64_t promised            # bytes that waiters were told they may submit in this pass of the loop
-    cdef object crowd                 # deque of (bytes, waiter): who waits for room, in order
+    cdef double stall                 # seconds without progress after which a transfer fails
+    cdef uint64_t n_bytes_in_flight   # of transfers whose memory is pinned
+    cdef uint64_t max_bytes_in_flight         # 0: any
+    cdef uint64_t promised            # bytes that woken waiters may submit in this pass of the loop
+    cdef object room_waiters          # deque of (bytes, waiter), first come, first served
     cdef uint64_t n_transfers, n_inline, n_bytes
-    cdef readonly Py_ssize_t pinned           # slots not released yet
+    cdef Py_ssize_t pinned            # slots not released yet
 
     cdef int _check(self) except -1
+    cdef int _refuse(self) except -1
     cdef int _spend(self, int cost) except -1
     cdef bint _fits(self, uint64_t nbytes) noexcept
     cdef int _admit(self) except -1
-    cdef int _fly(self, Transfer transfer, object timeout) except -1
+    cdef int _accept(self, Transfer transfer) except -1
     cdef int _track(self, Transfer transfer) except -1
     cdef int _settle(self, hxa_op *op) except -1
     cdef object _failure(self, Transfer transfer, object row)
     cdef int _settle_all(self) except -1
     cdef int _deliver(self) except -1
+    cdef int _release_deferred(self) except -1
+    cdef int _check_progress(self) except -1
     cdef list _all(self)
+    cdef object _drained_local(self, uint64_t start, uint64_t size)
+    cdef int _finish(self) except -1

@@ -1,6 +1,6 @@
-"""What is under way in one engine, from an accepted submit to its release: mailbox, drain, deadlines, back-pressure, the end.
+"""The operations in flight of one engine, from accepted submit to release: mailbox, drain, timeouts, back-pressure, end.
 
-Invariants C1-C10 are those of _core.pyx.
+C1 to C10 are the invariants of _core.pyx.
 """
 
 cimport cython
@@ -10,17 +10,18 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 
 from .batch cimport Batch
 from .link cimport (
-    Driver, Hub, Link, MAX_DRIVERS, failure, hxa_letter, hxa_mailbox, hxa_mailbox_asleep, hxa_mailbox_awake,
-    hxa_mailbox_signals, refusal,
+    Driver, CoreBase, Link, MAX_DRIVERS, failure, refusal, hxa_event_node, hxa_mailbox, hxa_mailbox_asleep, hxa_mailbox_awake,
+    hxa_mailbox_signals,
 )
 from .memory cimport Memory, Places
-from .transfer cimport ACTIVE, CANCELLED, CREDIT, DONE, Drain, FAILED, Transfer, hxa_now
+from .transfer cimport ACTIVE, BUDGET, CANCELLED, DONE, Drain, FAILED, Transfer, hxa_now, new_transfer
 from .driver cimport *
 
-from asyncio import BaseEventLoop, CancelledError, current_task, wait
+from asyncio import BaseEventLoop, CancelledError, _get_running_loop, current_task, wait
 from collections import deque
 
 from .. import errors
+from .transfer import wake
 
 cdef extern from "pthread.h" nogil:
     int pthread_atfork(void (*)() noexcept, void (*)() noexcept, void (*)() noexcept)
@@ -33,7 +34,7 @@ cdef extern from "hxa_mailbox.h" nogil:
     void hxa_mailbox_post(void *ctx, hxa_op *op, uint32_t events)
     void hxa_mailbox_event(void *ctx, const hxa_event *event)
     hxa_op *hxa_mailbox_take_ops(hxa_mailbox *box)
-    hxa_letter *hxa_mailbox_take_letters(hxa_mailbox *box)
+    hxa_event_node *hxa_mailbox_take_event_nodes(hxa_mailbox *box)
     uint32_t hxa_mailbox_events(hxa_op *op)
     void hxa_mailbox_clear(hxa_mailbox *box)
     int hxa_mailbox_arm(hxa_mailbox *box)
@@ -54,180 +55,141 @@ pthread_atfork(NULL, NULL, _forked)
 
 
 @cython.no_gc_clear
-cdef class Flights(Hub):
+cdef class InFlightTable(CoreBase):
     """One loop, one mailbox, and every slot that a driver has not given back."""
 
     def __cinit__(self, *args, **kwargs):
-        self.closed = True
+        self.is_closed = True
         self.finished = True
 
-    def _open(self, loop, handler, double stall, int burst, uint64_t max_bytes_in_flight):
-        """Binds the core to `loop`; `handler(driver, kind, cookie, status, topic, data)` hears what drivers report.
+    @property
+    def closed(self):
+        """True before the engine is opened, and from the beginning of `aclose` on."""
+        return self.is_closed
 
-        `burst` is the most that one pass of the loop takes of completions and of each link's notifications.
-        """
-        self.box = <hxa_mailbox *>PyMem_RawMalloc(sizeof(hxa_mailbox))
-        if self.box == NULL:
-            raise MemoryError()
-        cdef int error = hxa_mailbox_open(self.box)
-        if error:
-            PyMem_RawFree(self.box)
-            self.box = NULL
-            raise OSError(-error, "eventfd")
-        self.sink.ctx = self.box
-        self.sink.post = <void (*)(void *, hxa_op *, uint32_t) noexcept nogil>hxa_mailbox_post
-        self.sink.event = <void (*)(void *, const hxa_event *) noexcept nogil>hxa_mailbox_event
-        self.loop, self.handler, self.stall = loop, handler, stall
-        self.call_soon, self.is_running = loop.call_soon, loop.is_running
-        self.plain = hasattr(loop, "_thread_id") and getattr(type(loop), "is_running", None) is BaseEventLoop.is_running
-        self.thread = PyThread_get_thread_ident()
-        self.generation = fork_generation
-        self.drivers, self.graveyard, self.places = (), [], Places()
-        self.credit, self.burst = CREDIT, burst
-        self.crowd, self.max_bytes_in_flight = deque(), max_bytes_in_flight
-        self.closed = self.finished = False
-        loop.add_reader(self.box.fd, self._signalled)
+    @property
+    def forked(self):
+        """True in a process that was forked after this engine was opened."""
+        return self._forked()
+
+    @property
+    def bytes_in_flight(self):
+        """The number of bytes of transfers whose memory is pinned."""
+        return self.n_bytes_in_flight
+
+    cdef bint _forked(self) noexcept:
+        return self.event_loop is not None and self.generation != fork_generation
 
     cdef int _check(self) except -1:
-        # C9: while our loop runs on this thread no other can.  To ask asyncio which one runs costs a getpid() before
-        # Python 3.12, a third of a small write.
-        if (self.closed or self.generation != fork_generation or PyThread_get_thread_ident() != self.thread
-                or not (self.loop._thread_id is not None if self.plain else self.is_running())):
+        # C9: while our loop runs on this thread no other can.  asyncio.get_running_loop() costs a getpid() before Python
+        # 3.12, a third of a small write.
+        if (self.is_closed or self.generation != fork_generation or PyThread_get_thread_ident() != self.thread
+                or not (self.event_loop._thread_id is not None if self.plain else self.is_running())):
             self._refuse()
         return 0
 
-    def _refuse(self):
-        if self.loop is not None and self.generation != fork_generation:
+    cdef int _refuse(self) except -1:
+        """Raise the reason why a call cannot be served."""
+        if self._forked():
             raise errors.EngineForkedError(
                 "this engine was opened before fork(); open one in each process, for example in the worker's start-up hook"
             )
-        if self.closed:
-            raise errors.ClosedError("the engine is closed" if self.loop is not None else
+        if self.is_closed:
+            raise errors.ClosedError("the engine is closed" if self.event_loop is not None else
                                      "the engine is not open; use 'async with Engine(...)' or await engine.open()")
+        if PyThread_get_thread_ident() == self.thread and _get_running_loop() is None:
+            raise errors.WrongLoopError(
+                "an engine belongs to the event loop in which it was opened, and that loop is not running: make the call "
+                "inside a coroutine that it runs, for example by runner.run(...) or loop.run_until_complete(...)"
+            )
         raise errors.WrongLoopError(
             "an engine belongs to the event loop in which it was opened: call it there, from another thread by "
             "loop.call_soon_threadsafe or asyncio.run_coroutine_threadsafe; only push of KV streams may be called elsewhere"
         )
 
-    def _must_be_open(self):
-        """Raises what any call on a closed, forked or foreign engine raises."""
-        self._check()
-
-    def _must_be_on_thread(self):
-        """Raises what any call raises in another thread or a child of fork(); a loop that stands still will do."""
+    cdef int _must_be_on_thread(self) except -1:
+        """Raise on another thread than the loop's, and in a child of fork(); the loop need not run."""
         if PyThread_get_thread_ident() != self.thread or self.generation != fork_generation:
             self._refuse()
-
-    @property
-    def forked(self):
-        """True in a process that was forked after this engine was opened."""
-        return self.loop is not None and self.generation != fork_generation
+        return 0
 
     # -- waiting
 
-    def _waiter(self):
-        """What a task awaits until an event ends the wait by `_wake`; within `drain` the task then runs at once (C4)."""
-        cdef Transfer waiter = Transfer.__new__(Transfer)
+    cdef object _new_waiter(self):
+        cdef Transfer waiter
         self._must_be_on_thread()
-        waiter.core, waiter.control = self, True
+        waiter = new_transfer(self)
+        waiter.control = True
         return waiter
 
     cdef int _spend(self, int cost) except -1:
-        """C8: work that needed no wait; whoever awaits next yields when the credit is gone."""
-        if self.credit > -CREDIT:
-            self.credit -= cost
+        """Charge the budget for work that needed no wait; once it is spent the next await yields (C8)."""
+        if self.budget > -BUDGET:
+            self.budget -= cost
         return 0
-
-    def _breathe(self):
-        """What to await where there is nothing to wait for, so that others run now and then (C8), or None."""
-        cdef Transfer pause
-        self._spend(1)
-        if self.credit > 0:
-            return None
-        pause = self._waiter()
-        pause.outcome, pause.cost = DONE, 1
-        return pause
 
     # -- back-pressure
 
     cdef bint _fits(self, uint64_t nbytes) noexcept:
-        cdef uint64_t taken = self.bytes_in_flight + self.promised
+        cdef uint64_t taken = self.n_bytes_in_flight + self.promised
         return self.max_bytes_in_flight == 0 or taken == 0 or taken + nbytes <= self.max_bytes_in_flight
 
-    def _room(self, uint64_t nbytes):
-        """What to await before `nbytes` more may be submitted, or None."""
-        if not self.crowd and self._fits(nbytes):
-            return None
-        waiter = self._waiter()
-        self.crowd.append((nbytes, waiter))
-        return waiter
-
     cdef int _admit(self) except -1:
-        """Wakes those for whom there is room, in order.  What they may submit is theirs for this pass of the loop."""
-        while self.crowd:
-            nbytes, waiter = self.crowd[0]
+        """Wake the waiters that fit, in order.  Their bytes are reserved for this pass of the loop."""
+        while self.room_waiters:
+            nbytes, waiter = self.room_waiters[0]
             if not waiter.done():
-                if not self.closed and not self._fits(nbytes):
+                if not self.is_closed and not self._fits(nbytes):
                     return 0
                 self.promised += <uint64_t>nbytes
-                # Before the wake-up: what a resumed task raises passes through it.
-                self.call_soon(self.call_soon, self._unpromise, nbytes)
-            self.crowd.popleft()
-            waiter._wake()
+                # Before the wake-up, through which exceptions of a resumed task pass.
+                self.call_soon(self.call_soon, _unpromise, self, nbytes)
+            self.room_waiters.popleft()
+            wake(waiter)
         return 0
 
-    def _next_in_crowd(self):
-        """Whoever waited for room has given up; who comes after may need less."""
-        self._admit()
+    # -- from submit to release
 
-    def _unpromise(self, uint64_t nbytes):
-        self.promised -= nbytes
-        self._admit()
-
-    # -- flights
-
-    cdef hxa_op *_control(self, Link link) except NULL:
-        cdef Transfer call = Transfer.__new__(Transfer)
-        call.core, call.link, call.control = self, link, True
+    cdef hxa_op *_begin_call(self, Link link) except NULL:
+        cdef Transfer call = new_transfer(self)
+        call.link, call.control = link, True
         call.op.owner = <void *>call
         call.op.failed = -1
-        Py_INCREF(call)  # until _answer
+        Py_INCREF(call)  # until _end_call
         return &call.op
 
-    cdef object _answer(self, hxa_op *op, int answer, str what, object memory=None):
+    cdef object _end_call(self, hxa_op *op, int answer, str what, object memory=None):
         cdef Transfer call = <Transfer>op.owner
         Py_DECREF(call)
         if answer == HXA_DONE:
             call.outcome = DONE
         elif answer == HXA_PENDING:
             self._track(call)
-            call.link.flights += 1
             if memory is not None:
                 call.remote = memory
-                call.remote.flights += 1
+                call.remote.holds += 1
         else:
-            raise refusal(call.link.driver, -answer, op.native, what, call.link.peer)
+            raise refusal(call.link.driver, -answer, op.native, what, call.link)
         return call
 
-    cdef int _status(self, object call) except -1:
+    cdef int _call_status(self, object call) except -1:
         return (<Transfer>call).op.status
 
-    cdef int _fly(self, Transfer transfer, object timeout) except -1:
-        """Accepted, and not over yet."""
-        self.in_flight += 1
-        self.bytes_in_flight += transfer.batch.bytes
+    cdef int _accept(self, Transfer transfer) except -1:
+        """Enter a transfer that the driver has accepted and not finished."""
+        self.n_in_flight += 1
+        self.n_bytes_in_flight += transfer.batch.bytes
         self._track(transfer)
-        transfer.link.flights += 1
-        transfer.moved = self.loop.time()
-        if timeout is not None:
-            transfer.timer = self.loop.call_later(timeout, transfer._expire, timeout)
+        transfer.moved = self.event_loop.time()
+        if transfer.timeout:
+            transfer.timer = self.event_loop.call_later(transfer.timeout, _expire, transfer)
         if self.watchdog is None:
-            self.watchdog = self.loop.call_later(self.stall / 8, self._watch)
+            self.watchdog = self.event_loop.call_later(self.stall / 8, _check_progress, self)
         return 0
 
     cdef int _track(self, Transfer transfer) except -1:
-        Py_INCREF(transfer)  # C1: the flight's own reference
-        transfer.flying = True
+        Py_INCREF(transfer)  # C1: the reference of the operation in flight
+        transfer.held = True
         transfer.next = self.first
         if self.first != NULL:
             (<Transfer>self.first).prev = <void *>transfer
@@ -236,13 +198,13 @@ cdef class Flights(Hub):
         return 0
 
     cdef int _settle(self, hxa_op *op) except -1:
-        """One op from the mailbox: its completion, its release, or both (C2)."""
+        """Settle one op from the mailbox: its completion, its release, or both (C2)."""
         cdef Transfer transfer = <Transfer>op.owner
         cdef uint32_t events = hxa_mailbox_events(op)
         cdef Drain drain
         row = None if op.failed < 0 else transfer._failed_row()
         if events & HXA_RELEASED:
-            transfer.flying = False
+            transfer.held = False
             if transfer.prev != NULL:
                 (<Transfer>transfer.prev).next = transfer.next
             else:
@@ -251,12 +213,10 @@ cdef class Flights(Hub):
                 (<Transfer>transfer.next).prev = transfer.prev
             transfer.next = transfer.prev = NULL
             self.pinned -= 1
-            if transfer.link is not None:
-                transfer.link.flights -= 1
             transfer._unpin()
             if not transfer.control:
-                self.bytes_in_flight -= transfer.batch.bytes
-                if self.crowd:
+                self.n_bytes_in_flight -= transfer.batch.bytes
+                if self.room_waiters:
                     self._admit()
             drains, transfer.drains = transfer.drains, None
             for drain in drains or ():
@@ -274,30 +234,6 @@ cdef class Flights(Hub):
                 transfer._resolve(FAILED, self._failure(transfer, row))
         return 0
 
-    cdef object _failure(self, Transfer transfer, object row):
-        cdef Link link = transfer.link
-        if transfer.control:
-            return refusal(link.driver, transfer.op.status, transfer.op.native, link.what, link.peer)
-        what = f"{transfer._describe()} failed, the contents of its target are undefined"
-        return failure(link, transfer.op.status, transfer.op.native, what, row)
-
-    def drain(self):
-        """Settles what drivers posted.  The loop calls it; it may be called from any code that runs on the loop's thread.
-
-        :raises WrongLoopError: on another thread.
-        """
-        if self.finished:
-            return
-        self._must_be_on_thread()
-        self._drain(current_task(self.loop) is None)
-
-    def _signalled(self):
-        """The loop found the mailbox's descriptor readable."""
-        if not self.finished:
-            self.credit = CREDIT  # a new pass of the loop
-            hxa_mailbox_clear(self.box)
-            self._drain(True)
-
     cdef int _drain(self, bint direct) except -1:
         cdef hxa_op *op
         cdef int left = self.burst
@@ -309,24 +245,24 @@ cdef class Flights(Hub):
         try:
             hxa_mailbox_awake(self.box)
             while True:
-                if self.letters == NULL and self.backlog == NULL:
-                    self.letters = hxa_mailbox_take_letters(self.box)
+                if self.event_nodes == NULL and self.backlog == NULL:
+                    self.event_nodes = hxa_mailbox_take_event_nodes(self.box)
                     self.backlog = hxa_mailbox_take_ops(self.box)
-                if self.letters != NULL:
+                if self.event_nodes != NULL:
                     self._deliver()
                 elif self.backlog != NULL:
                     op = self.backlog
                     self.backlog = op.next
                     self._settle(op)
                 else:
-                    if self.graveyard:
-                        self._bury_dead()
+                    if self.deferred:
+                        self._release_deferred()
                     if not hxa_mailbox_arm(self.box):
                         return 0
                     continue
                 left -= 1
                 if left & 7 == 0 or left <= 0:
-                    # C8; the finally clause comes back for the rest.  The first few pay for no clock.
+                    # C8; the finally clause schedules the rest.  The first few read no clock.
                     if left <= 0 or (limit and hxa_now() > limit):
                         return 0
                     if limit == 0:
@@ -334,34 +270,43 @@ cdef class Flights(Hub):
         finally:
             self.draining = self.direct = False
             if not hxa_mailbox_asleep(self.box) and not self.drain_scheduled and not self.finished:
-                # Capped, or an exception such as KeyboardInterrupt passed through a resumed task: the rest must not wait.
+                # Capped, or a resumed task raised, say KeyboardInterrupt: the rest must not wait for a signal.
                 self.drain_scheduled = True
-                self.call_soon(self.drain)
+                self.call_soon(_drain_again, self)
 
-    def _bury_dead(self):
+    cdef int _release_deferred(self) except -1:
         cdef Memory memory
-        dead, self.graveyard = self.graveyard, []
-        for memory in dead:
-            memory._bury()
+        dropped, self.deferred = self.deferred, []
+        for memory in dropped:
+            memory._release_when_unused()
+        return 0
 
     cdef int _deliver(self) except -1:
-        """Hands the oldest event to the engine."""
-        cdef hxa_letter *letter = self.letters
-        # Taken off before the handler runs: what a resumed task raises (KeyboardInterrupt) must not lose the others.
-        self.letters = letter.next
-        topic = PyBytes_FromStringAndSize(<const char *>letter.event.topic, letter.event.topic_len)
-        data = PyBytes_FromStringAndSize(<const char *>letter.event.data, letter.event.data_len)
-        kind, status = letter.event.kind, letter.event.status
-        index, cookie = letter.event.link % MAX_DRIVERS, letter.event.link // MAX_DRIVERS
-        free(letter)
+        """Deliver the oldest event to the engine."""
+        cdef hxa_event_node *node = self.event_nodes
+        # Taken off before the handler runs: an exception of a resumed task (KeyboardInterrupt) must not lose the others.
+        self.event_nodes = node.next
+        topic = PyBytes_FromStringAndSize(<const char *>node.event.topic, node.event.topic_len)
+        data = PyBytes_FromStringAndSize(<const char *>node.event.data, node.event.data_len)
+        kind, status = node.event.kind, node.event.status
+        index, cookie = node.event.link % MAX_DRIVERS, node.event.link // MAX_DRIVERS
+        free(node)
         try:
             self.handler(self.drivers[index], kind, cookie, status, topic, data)
         except Exception as error:
-            self.loop.call_exception_handler({"message": "a driver's event could not be handled", "exception": error})
+            self.event_loop.call_exception_handler({"message": "a driver's event could not be handled", "exception": error})
         return 0
 
+    cdef object _failure(self, Transfer transfer, object row):
+        """Return the error of an accepted operation that failed."""
+        cdef Link link = transfer.link
+        if transfer.control:
+            return refusal(link.driver, transfer.op.status, transfer.op.native, link.what, link)
+        what = f"{transfer._describe()} failed, the contents of its target are undefined"
+        return failure(link, transfer.op.status, transfer.op.native, what, row)
+
     cdef int _settle_all(self) except -1:
-        """At the end nothing that arrived is left to a later pass."""
+        """Settle everything that has arrived, whatever it costs; the end has no later pass."""
         cdef hxa_op *op
         self._deliver_all()
         while True:
@@ -375,18 +320,18 @@ cdef class Flights(Hub):
 
     cdef int _deliver_all(self) except -1:
         while True:
-            if self.letters == NULL:
-                self.letters = hxa_mailbox_take_letters(self.box)
-                if self.letters == NULL:
+            if self.event_nodes == NULL:
+                self.event_nodes = hxa_mailbox_take_event_nodes(self.box)
+                if self.event_nodes == NULL:
                     return 0
             self._deliver()
 
-    def _watch(self):
-        """The stall check: fails what made no progress for `stall` seconds."""
+    cdef int _check_progress(self) except -1:
+        """Fail the transfers that made no progress for `stall` seconds."""
         cdef Transfer transfer
         cdef uint64_t landed
-        cdef double now = self.loop.time()
-        cdef bint waiting = self.in_flight > 0
+        cdef double now = self.event_loop.time()
+        cdef bint waiting = self.n_in_flight > 0
         self.watchdog = None
         for transfer in self._all():
             if transfer.control or transfer.link.link == NULL:
@@ -403,97 +348,66 @@ cdef class Flights(Hub):
                 else:
                     transfer._time_out(f"made no progress for {self.stall:g} s")
         if waiting and not self.finished:
-            self.watchdog = self.loop.call_later(self.stall / 8, self._watch)
+            self.watchdog = self.event_loop.call_later(self.stall / 8, _check_progress, self)
+        return 0
 
     cdef list _all(self):
-        """Everything that still pins memory; a copy, for callers may settle meanwhile."""
-        cdef list flights = []
+        """List every operation that still pins memory; a copy, because callers may settle some meanwhile."""
+        cdef list found = []
         cdef void *node = self.first
         while node != NULL:
-            flights.append(<Transfer>node)
+            found.append(<Transfer>node)
             node = (<Transfer>node).next
-        return flights
+        return found
 
-    def _drained_transfers(self, list transfers):
-        """Waits for the release of those that still fly."""
+    cdef object _drained_transfers(self, list transfers):
         cdef Drain drain = Drain.__new__(Drain)
         cdef Transfer transfer
-        cdef list flights = [transfer for transfer in transfers if transfer.flying]
+        cdef list held = [transfer for transfer in transfers if (<Transfer?>transfer).held]
         self._must_be_on_thread()
-        drain.future = self.loop.create_future()
-        drain.missing = len(flights)
-        if not flights:
+        drain.future = self.event_loop.create_future()
+        drain.missing = len(held)
+        if not held:
             self._spend(1)
-            if self.credit > 0:
+            if self.budget > 0:
                 drain.future.set_result(None)
             else:
-                self.credit = CREDIT
+                self.budget = BUDGET
                 self.call_soon(_set_none, drain.future)
-        for transfer in flights:
+        for transfer in held:
             if transfer.drains is None:
                 transfer.drains = []
             transfer.drains.append(drain)
         return drain.future
 
-    async def _all_over(self, list transfers):
-        """Waits until they are drained; whoever cancels that cancels them, but nobody leaves before.
-
-        :return: the cancellation, if there was one.
-        """
-        interruption = None
-        drained = self._drained_transfers(transfers)
-        while not drained.done():
-            try:
-                await wait([drained])
-            except CancelledError as error:
-                interruption = error
-                for transfer in transfers:
-                    transfer.cancel()
-        drained.result()
-        return interruption
-
-    def _drained(self, Memory memory, uint64_t offset, uint64_t length):
-        """Waits for every flight that touches a range of a region."""
+    cdef object _drained_range(self, object memory, uint64_t offset, uint64_t length):
+        cdef Memory region = memory
         cdef Transfer transfer
-        if memory.address != NULL:
-            return self._drained_local(<uint64_t>memory.address + offset, length)
+        if region.address != NULL:
+            return self._drained_local(<uint64_t>region.address + offset, length)
         return self._drained_transfers([
-            transfer for transfer in self._all() if _touches_remote(transfer, memory, offset, length)
+            transfer for transfer in self._all() if _touches_remote(transfer, region, offset, length)
         ])
 
-    def _drained_local(self, uint64_t start, uint64_t size):
-        """Waits for every flight that touches a range of this process's addresses."""
+    cdef object _drained_local(self, uint64_t start, uint64_t size):
+        """Return an awaitable for the release of every operation that touches a range of this process's addresses."""
         cdef Transfer transfer
         return self._drained_transfers([
             transfer for transfer in self._all() if _touches_local(transfer, start, size)
         ])
 
-    def _drained_link(self, Link link):
-        """Waits for every flight over a link."""
+    cdef object _drained_link(self, Link link):
         cdef Transfer transfer
         return self._drained_transfers([transfer for transfer in self._all() if transfer.link is link])
 
     # -- end
 
-    def _refuse_work(self):
-        """The first step of close (C7)."""
-        self.closed = True
-        if self.crowd:
-            self._admit()
-
-    def _all_drained(self):
-        """Waits until every slot is released."""
-        return self._drained_transfers(self._all())
-
-    def _finish(self):
-        """The last step of close: what is still pinned is leaked, and its waiters are told.
-
-        :return: the number of flights leaked.
-        """
+    cdef int _finish(self) except -1:
+        """End the core (C7): leak what is still pinned, and tell its waiters; return the number of operations leaked."""
         cdef Transfer transfer
         cdef Drain drain
         cdef list leaked
-        self.closed = True
+        self.is_closed = True
         if self.finished:
             return 0
         self._settle_all()
@@ -512,47 +426,64 @@ cdef class Flights(Hub):
         if self.watchdog is not None:
             self.watchdog.cancel()
             self.watchdog = None
-        if not self.loop.is_closed():
-            self.loop.remove_reader(self.box.fd)
+        if not self.event_loop.is_closed():
+            self.event_loop.remove_reader(self.box.fd)
         self.handler = None
-        self._bury_dead()
+        self._release_deferred()
         self._dispose()
         return len(leaked)
 
     cdef int _dispose(self) except -1:
-        """Frees the mailbox once the engine is finished and no driver is left that could post.
+        """Free the mailbox once the core is finished and no driver is left that could post.
 
-        An engine that was never closed leaks it, for a driver's thread may hold its address.
+        An engine that was never closed leaks it, because a driver's thread may hold its address.
         """
         cdef Driver driver
-        cdef hxa_letter *letter
+        cdef hxa_event_node *node
         if not self.finished or self.box == NULL:
             return 0
         for driver in self.drivers:
             if driver.instance != NULL:
                 return 0
         self.n_signals = hxa_mailbox_signals(self.box)
-        while self.letters != NULL:
-            letter = self.letters
-            self.letters = letter.next
-            free(letter)
+        while self.event_nodes != NULL:
+            node = self.event_nodes
+            self.event_nodes = node.next
+            free(node)
         hxa_mailbox_close(self.box)
         PyMem_RawFree(self.box)
         self.box = NULL
-        self.drivers = ()  # ends the circle through Driver.core, which the collector may not
+        self.drivers = ()  # breaks the cycle through Driver.core, which the collector may not
         return 0
 
-    def _after_fork(self):
-        """In a child of fork(): closes the child's copies of descriptors; nothing of the parent's is torn down."""
-        cdef Driver driver
-        for driver in self.drivers:
-            driver.after_fork()
-        if self.box != NULL:
-            hxa_mailbox_close(self.box)
 
-    def _counters(self):
-        signals = hxa_mailbox_signals(self.box) if self.box != NULL else self.n_signals
-        return (self.n_transfers, self.n_inline, self.n_bytes, self.n_failed, signals)
+# -- callbacks of the loop
+
+def _signalled(InFlightTable core not None):
+    """Drain the mailbox, whose descriptor is readable."""
+    if not core.finished:
+        core.budget = BUDGET  # a new pass of the loop
+        hxa_mailbox_clear(core.box)
+        core._drain(True)
+
+
+def _drain_again(InFlightTable core not None):
+    drain(core)
+
+
+def _unpromise(InFlightTable core not None, uint64_t nbytes):
+    core.promised -= nbytes
+    core._admit()
+
+
+def _check_progress(InFlightTable core not None):
+    core._check_progress()
+
+
+def _expire(Transfer transfer not None):
+    """Fail a transfer whose time is up."""
+    transfer.timer = None
+    transfer._time_out(f"did not finish within its timeout of {transfer.timeout:g} s")
 
 
 def _set_none(future):
@@ -578,7 +509,7 @@ cdef bint _touches_remote(Transfer transfer, Memory memory, uint64_t start, uint
 
 
 cdef bint _touches_local(Transfer transfer, uint64_t start, uint64_t size):
-    """Descriptors count from a handle's start; its address is that of the memory with this handle."""
+    """Return True if a transfer touches local addresses; a descriptor counts from the start of the memory with its handle."""
     cdef size_t i
     cdef const hxa_desc *desc = transfer.batch.desc
     cdef const hxa_mem *handle = NULL
@@ -597,3 +528,155 @@ cdef bint _touches_local(Transfer transfer, uint64_t start, uint64_t size):
         if _overlap(start, size, base + desc[i].loff, desc[i].len):
             return True
     return False
+
+
+# -- the port for the engine package: what no user may call is no attribute of an engine
+
+def start(InFlightTable core not None, loop not None, handler not None, double stall, int burst, uint64_t max_bytes_in_flight):
+    """Bind a core to its event loop, for good.
+
+    :param handler: ``handler(driver, kind, cookie, status, topic, data)`` receives the drivers' events.
+    :param stall: seconds without progress after which a transfer fails.
+    :param burst: the most completions, and notifications of each link, that one pass of the loop takes.
+    :param max_bytes_in_flight: the most bytes of transfers in flight together; 0: no limit.
+    """
+    if core.event_loop is not None:
+        raise errors.ClosedError("this engine was opened before; make a new one")
+    core.box = <hxa_mailbox *>PyMem_RawMalloc(sizeof(hxa_mailbox))
+    if core.box == NULL:
+        raise MemoryError()
+    cdef int error = hxa_mailbox_open(core.box)
+    if error:
+        PyMem_RawFree(core.box)
+        core.box = NULL
+        raise OSError(-error, "eventfd")
+    core.sink.ctx = core.box
+    core.sink.post = <void (*)(void *, hxa_op *, uint32_t) noexcept nogil>hxa_mailbox_post
+    core.sink.event = <void (*)(void *, const hxa_event *) noexcept nogil>hxa_mailbox_event
+    core.event_loop, core.handler, core.stall = loop, handler, stall
+    core.call_soon, core.is_running = loop.call_soon, loop.is_running
+    core.plain = hasattr(loop, "_thread_id") and getattr(type(loop), "is_running", None) is BaseEventLoop.is_running
+    core.thread = PyThread_get_thread_ident()
+    core.generation = fork_generation
+    core.drivers, core.deferred, core.places = (), [], Places()
+    core.budget, core.burst = BUDGET, burst
+    core.room_waiters, core.max_bytes_in_flight = deque(), max_bytes_in_flight
+    core.is_closed = core.finished = False
+    loop.add_reader(core.box.fd, _signalled, core)
+
+
+def must_be_open(InFlightTable core not None):
+    """Raise what any call on a closed, forked or foreign engine raises."""
+    core._check()
+
+
+def refuse(InFlightTable core not None):
+    """Raise the reason why a call cannot be served: forked, closed, or another loop."""
+    core._refuse()
+
+
+def drain(InFlightTable core not None):
+    """Settle what drivers posted, from any code that runs on the loop's thread.
+
+    :raises WrongLoopError: on another thread.
+    """
+    if core.finished:
+        return
+    core._must_be_on_thread()
+    core._drain(current_task(core.event_loop) is None)
+
+
+def new_waiter(InFlightTable core not None):
+    """Return an awaitable that `transfer.wake` ends; within a drain the waiting task then runs at once (C4)."""
+    return core._new_waiter()
+
+
+def checkpoint(InFlightTable core not None):
+    """Return an awaitable for a task that has nothing to wait for, so that others run now and then (C8), or None."""
+    cdef Transfer pause
+    core._spend(1)
+    if core.budget > 0:
+        return None
+    pause = core._new_waiter()
+    pause.outcome, pause.cost = DONE, 1
+    return pause
+
+
+def wait_for_room(InFlightTable core not None, uint64_t nbytes):
+    """Return an awaitable for the moment from which `nbytes` more may be submitted, or None if they may be now."""
+    if not core.room_waiters and core._fits(nbytes):
+        return None
+    waiter = core._new_waiter()
+    core.room_waiters.append((nbytes, waiter))
+    return waiter
+
+
+def admit_waiters(InFlightTable core not None):
+    """Wake the waiters for room that fit, after one of them has given up: those behind it may need less."""
+    core._admit()
+
+
+def all_drained(InFlightTable core not None):
+    """Wait until every slot is released.
+
+    :return: a future; cancelling it only ends the wait.
+    """
+    return core._drained_transfers(core._all())
+
+
+async def settled(InFlightTable core not None, list transfers not None):
+    """Wait until transfers are drained; a cancellation of the wait cancels them, but does not end it.
+
+    :return: the cancellation, if there was one.
+    """
+    interruption = None
+    drained = core._drained_transfers(transfers)
+    while not drained.done():
+        try:
+            await wait([drained])
+        except CancelledError as error:
+            interruption = error
+            for transfer in transfers:
+                transfer.cancel()
+    drained.result()
+    return interruption
+
+
+def refuse_work(InFlightTable core not None):
+    """Take the first step of close (C7): no new work from here on."""
+    core.is_closed = True
+    if core.room_waiters:
+        core._admit()
+
+
+def finish(InFlightTable core not None):
+    """Take the last step of close: leak what is still pinned, and tell its waiters.
+
+    :return: the number of operations leaked.
+    """
+    return core._finish()
+
+
+def after_fork(InFlightTable core not None):
+    """Close the child's copies of descriptors, in a child of fork(); nothing of the parent's is torn down."""
+    cdef Driver driver
+    for driver in core.drivers or ():
+        driver.after_fork()
+    if core.box != NULL:
+        hxa_mailbox_close(core.box)
+
+
+def counters(InFlightTable core not None):
+    """Return the core's counters and gauges, by their names in `EngineStats`."""
+    return {
+        "transfers": core.n_transfers,
+        "inline": core.n_inline,
+        "bytes": core.n_bytes,
+        "failed": core.n_failed,
+        "in_flight": core.n_in_flight,
+        "pinned": core.pinned,
+        "bytes_in_flight": core.n_bytes_in_flight,
+        "regions": core.local_memories,
+        "remote_regions": core.remote_memories,
+        "wakeups": hxa_mailbox_signals(core.box) if core.box != NULL else core.n_signals,
+    }

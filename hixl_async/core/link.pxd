@@ -5,8 +5,8 @@ from .driver cimport hxa_card, hxa_driver, hxa_event, hxa_instance, hxa_link, hx
 
 
 cdef extern from "hxa_mailbox.h" nogil:
-    ctypedef struct hxa_letter:
-        hxa_letter *next
+    ctypedef struct hxa_event_node:
+        hxa_event_node *next
         hxa_event event
     ctypedef struct hxa_mailbox:
         int fd
@@ -18,41 +18,47 @@ cdef extern from "hxa_mailbox.h" nogil:
 cdef enum: MAX_DRIVERS = 4
 
 
-cdef class Hub:
-    cdef hxa_mailbox *box             # where drivers post; see hxa_mailbox.h.  NULL before open and after the end
-    cdef hxa_sink sink                # what drivers get of it
-    cdef readonly object loop         # the one event loop this engine belongs to (C9)
+cdef class CoreBase:
+    cdef hxa_mailbox *box             # where drivers post; see hxa_mailbox.h.  NULL before the start and after the end
+    cdef hxa_sink sink                # the drivers' side of it
+    cdef object event_loop            # the one event loop this engine belongs to (C9)
     cdef object call_soon             # loop.call_soon, bound once
     cdef unsigned long thread         # ident of the loop's thread
-    cdef bint finished                # the end: memory is released by whoever drops it last
+    cdef bint finished                # the end: memory is released by its last holder
     cdef bint draining                # inside drain()
-    cdef bint direct                  # no task is current there: one that waits may be resumed directly (C4)
+    cdef bint direct                  # no task is current in there: a waiting one may be resumed directly (C4)
     cdef int burst                    # the most that one pass of the loop takes: completions; notifications of a link
-    cdef int credit                   # finished work for which nobody has to go around the loop yet (C8)
-    cdef tuple drivers                # Driver, in order of preference; a tuple, for the collector empties lists
-    cdef object places                # Places: memories by address, for drivers that move nothing else
-    cdef list graveyard               # memories whose last view was dropped in another thread
-    cdef readonly Py_ssize_t in_flight        # transfers without an outcome
-    cdef readonly Py_ssize_t local_memories
-    cdef readonly Py_ssize_t remote_memories
+    cdef int budget                   # work that may still finish inside calls before an await yields (C8)
+    cdef tuple drivers                # Driver, in order of preference; a tuple, because the collector empties lists
+    cdef object places                # Places: memories by address, for drivers that move registered memory only
+    cdef list deferred                # memories whose last view was dropped in another thread, to be released here
+    cdef Py_ssize_t n_in_flight       # transfers without an outcome
+    cdef Py_ssize_t local_memories
+    cdef Py_ssize_t remote_memories
     cdef uint64_t n_failed, n_signals
 
     cdef int _drain(self, bint direct) except -1
     cdef int _deliver_all(self) except -1
-    cdef hxa_op *_control(self, Link link) except NULL
-    cdef object _answer(self, hxa_op *op, int answer, str what, object memory=*)
-    cdef int _status(self, object call) except -1
+    cdef hxa_op *_begin_call(self, Link link) except NULL
+    cdef object _end_call(self, hxa_op *op, int answer, str what, object memory=*)
+    cdef int _call_status(self, object call) except -1
+    cdef object _drained_link(self, Link link)
+    cdef object _drained_range(self, object memory, uint64_t offset, uint64_t length)
+    cdef object _drained_transfers(self, list transfers)
+    cdef object _new_waiter(self)
+    cdef int _must_be_on_thread(self) except -1
+    cdef bint _forked(self) noexcept
     cdef int _dispose(self) except -1
 
 
 cdef class Driver:
     cdef const hxa_driver *table      # the driver's functions: `own`
-    cdef hxa_driver own               # a copy of its table; what it does not have is NULL
+    cdef hxa_driver own               # a copy of its table; functions that it lacks are NULL
     cdef hxa_instance *instance       # NULL once closed
     cdef object capsule               # keeps the module, and so the table, alive
     cdef object options               # keeps what they refer to alive
-    cdef Hub core
-    cdef readonly int index           # position in Hub.drivers
+    cdef CoreBase core
+    cdef readonly int index           # position in CoreBase.drivers
     cdef readonly str name
     cdef readonly uint64_t capabilities
     cdef readonly uint64_t note_limit         # bytes of topic and payload together
@@ -62,29 +68,32 @@ cdef class Driver:
     cdef Py_ssize_t memories          # hxa_mem objects alive
     cdef bint closing                 # close as soon as memories is 0
 
+    cdef int _must_be_open(self) except -1
     cdef int _forget(self) except -1
+    cdef int _close_if_unused(self) except -1
     cdef Link _without_peer(self, str what)
 
 
 cdef class Link:
     cdef hxa_link *link               # NULL once freed
     cdef readonly Driver driver
-    cdef readonly uint64_t cookie     # what events of this link carry
+    cdef readonly uint64_t cookie     # the number in the events of this link
     cdef readonly str peer            # the peer's name, for errors; None: a call that concerns no peer
-    cdef str what                     # a call of this link that failed, in a word
+    cdef str what                     # the call that a control operation stands for, in a word, for errors
     cdef readonly bint up             # submits are accepted
     cdef int fd                       # the driver's descriptor that is watched, or -1
     cdef bint poll_scheduled
-    cdef list stops                   # Transfer: the first stop, and the one that told that the peer is dead
-    cdef bint dead                    # a stop has told so
+    cdef list stops                   # Transfer: the first stop, and the one that said that the peer is dead
+    cdef bint dead                    # a stop has said so
     cdef object explain               # explain(): why the link is down, or None; see `explain_by`
-    cdef readonly Py_ssize_t flights  # slots of this link not released yet
 
     cdef int _must_exist(self, list fds) except -1
     cdef int _poll(self, bint direct) except -1
+    cdef object _down(self)
+    cdef tuple _why_down(self)
 
 
-cdef object refusal(Driver driver, int status, int native, str what, str peer, object index=*)
+cdef object refusal(Driver driver, int status, int native, str what, Link link=*, object index=*)
 cdef object failure(Link link, int status, int native, str what, object index=*)
-cdef tuple unpack_card(hxa_card *card)
-cdef int pack_card(hxa_card *card, bytes data, list fds) except -1
+cdef tuple unpack_metadata(hxa_card *card)
+cdef int pack_metadata(hxa_card *card, bytes data, list fds) except -1

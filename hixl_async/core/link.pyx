@@ -1,4 +1,4 @@
-"""What the core knows of drivers: the tables they bring, the links to peers, and the one gate for their errors."""
+"""Drivers and links: the drivers' tables, the links to peers, and the conversion of status codes to exceptions."""
 
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -6,6 +6,7 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.string cimport memcpy, memset
 
 from .driver cimport *
+from .seal cimport PyObject, PyTypeObject, hxa_seal
 
 import json
 import os
@@ -14,7 +15,7 @@ from numbers import Real
 
 from .. import errors
 
-# What a peer sent before its end is still taken, but no more than this many notifications: it may be still sending.
+# Notifications that a peer sent before its end are still taken, but only so many, because it may still be sending.
 cdef enum: LAST_POLLS = 64, LAST_POLL_EVENTS = 256
 cdef enum: MAX_OPTIONS = 64
 
@@ -43,30 +44,66 @@ CAPABILITIES = {
 }
 
 
-# These are not cleared by the collector before they are freed: memories, whose views may die later, rely on them.
+# The collector does not clear these before they are freed, because memories, whose views may die later, rely on them.
 @cython.no_gc_clear
-cdef class Hub:
-    """What drivers, links, memories and transfers need of the core: its loop and mailbox; `Core` is made of it."""
+cdef class CoreBase:
+    """The part of a core that drivers, links, memories and transfers rely on: its loop and mailbox.
+
+    The methods are declared here and defined by `InFlightTable`.
+    """
+
+    @property
+    def loop(self):
+        """The event loop that the engine was opened in, or None before that."""
+        return self.event_loop
+
+    @property
+    def in_flight(self):
+        """The number of transfers without an outcome."""
+        return self.n_in_flight
 
     cdef int _drain(self, bint direct) except -1:
-        """Settles what drivers posted; `direct`: no task is current, so those that wait may be resumed at once (C4)."""
+        """Settle what drivers posted; `direct`: no task is current, so a waiting one may be resumed at once (C4)."""
         raise NotImplementedError
 
     cdef int _deliver_all(self) except -1:
-        """Hands over every event that drivers posted so far."""
+        """Deliver every event that drivers posted so far."""
         raise NotImplementedError
 
-    cdef hxa_op *_control(self, Link link) except NULL:
-        """The op of a link or memory call; `_answer` must follow, whatever the driver says."""
+    cdef hxa_op *_begin_call(self, Link link) except NULL:
+        """Return the op of a link or memory call; `_end_call` must follow, whatever the driver answers."""
         raise NotImplementedError
 
-    cdef object _answer(self, hxa_op *op, int answer, str what, object memory=None):
-        """What the driver answered to such a call, as an awaitable; `memory` stays pinned until the driver is done with it."""
+    cdef object _end_call(self, hxa_op *op, int answer, str what, object memory=None):
+        """Return the driver's answer to such a call as an awaitable; `memory` stays pinned until the op is released."""
         raise NotImplementedError
 
-    cdef int _status(self, object call) except -1:
-        """The status of such a call once the driver is done with it."""
+    cdef int _call_status(self, object call) except -1:
+        """Return the status of such a call once its op is released."""
         raise NotImplementedError
+
+    cdef object _drained_link(self, Link link):
+        """Return an awaitable for the release of every operation over a link."""
+        raise NotImplementedError
+
+    cdef object _drained_range(self, object memory, uint64_t offset, uint64_t length):
+        """Return an awaitable for the release of every operation that touches a range of a memory."""
+        raise NotImplementedError
+
+    cdef object _drained_transfers(self, list transfers):
+        """Return an awaitable for the release of these."""
+        raise NotImplementedError
+
+    cdef object _new_waiter(self):
+        """Return an awaitable that `wake` ends."""
+        raise NotImplementedError
+
+    cdef int _must_be_on_thread(self) except -1:
+        """Raise on another thread than the loop's, and in a child of fork()."""
+        raise NotImplementedError
+
+    cdef bint _forked(self) noexcept:
+        return False
 
     cdef int _dispose(self) except -1:
         raise NotImplementedError
@@ -85,25 +122,31 @@ cdef dict REFUSALS = {
 cdef dict FAILURES = {HXA_E_LINK: errors.PeerLostError, HXA_E_TIMEOUT: errors.TransferTimeoutError}
 
 
-cdef object refusal(Driver driver, int status, int native, str what, str peer, object index=None):
-    """The error of a call that the driver refused, or of one that moves no transfer memory.
+cdef object refusal(Driver driver, int status, int native, str what, Link link=None, object index=None):
+    """Return the error of a call that the driver refused, or of one that moves no transfer memory.
 
     :param status: the status of the op, or the negated refusal of the call.
+    :param link: the link concerned, if there is one.
     """
     native = native or hxa_refusal_native(-status)
     status = hxa_refusal_status(-status)
-    kind = REFUSALS.get(status, errors.DriverError)
-    where = f" (peer {peer!r})" if peer else ""
-    text = f"{what}: {_status_text(driver, status, native)}{where}"
-    return kind(text, peer=peer, index=index, native=native or None)
+    return _error(REFUSALS.get(status, errors.DriverError), driver, status, native, what, link, index)
 
 
 cdef object failure(Link link, int status, int native, str what, object index=None):
-    """The error of accepted work that failed in flight."""
-    kind = FAILURES.get(status, errors.TransferError)
-    cause = link.explain() if status == HXA_E_LINK and link.explain is not None else None
-    text = f"{what}: {cause or _status_text(link.driver, status, native)} (peer {link.peer!r})"
-    return kind(text, peer=link.peer, index=index, native=native or None)
+    """Return the error of accepted work that failed in flight."""
+    return _error(FAILURES.get(status, errors.TransferError), link.driver, status, native, what, link, index)
+
+
+cdef object _error(object kind, Driver driver, int status, int native, str what, Link link, object index):
+    peer = link.peer if link is not None else None
+    why, dead = link._why_down() if peer and status == HXA_E_LINK else (None, False)
+    if why is None:
+        why = _status_text(driver, status, native) + (f" (peer {peer!r})" if peer else "")
+    error = kind(f"{what}: {why}", peer=peer, index=index, native=native or None)
+    if dead:
+        error.confirmed_dead = True
+    return error
 
 
 cdef str _status_text(Driver driver, int status, int native):
@@ -113,21 +156,22 @@ cdef str _status_text(Driver driver, int status, int native):
     return text.decode("utf-8", "replace") if text != NULL else f"status {status}"
 
 
-cdef tuple unpack_card(hxa_card *card):
+cdef tuple unpack_metadata(hxa_card *card):
+    """Return ``(bytes, descriptors)``."""
     return (
         PyBytes_FromStringAndSize(<char *>card.data, card.len),
         [card.fds[i] for i in range(card.nfds)],
     )
 
 
-cdef int pack_card(hxa_card *card, bytes data, list fds) except -1:
-    """What a peer sent as a card; `fds` are the driver's from here on, or closed."""
+cdef int pack_metadata(hxa_card *card, bytes data, list fds) except -1:
+    """Fill `card` with what a peer sent; `fds` belong to the driver from here on, or are closed."""
     cdef Py_ssize_t i
     memset(card, 0, sizeof(hxa_card))
     if len(data) > HXA_CARD_BYTES or len(fds) > HXA_CARD_FDS:
         for fd in fds:
             os.close(fd)
-        raise errors.ProtocolError(f"a card of {len(data)} bytes and {len(fds)} descriptors is over the limit")
+        raise errors.ProtocolError(f"metadata of {len(data)} bytes and {len(fds)} descriptors are over the limit")
     memcpy(card.data, <char *>data, len(data))
     card.len = <uint32_t>len(data)
     for i in range(len(fds)):
@@ -137,7 +181,7 @@ cdef int pack_card(hxa_card *card, bytes data, list fds) except -1:
 
 
 def table_problem(capsule):
-    """Why `capsule` is no driver table that this core understands, or None."""
+    """Return why `capsule` is no driver table that this core understands, or None."""
     cdef const hxa_driver *table
     if not PyCapsule_IsValid(capsule, HXA_DRIVER_CAPSULE):
         return f"{capsule!r} is not a capsule named {HXA_DRIVER_CAPSULE.decode()!r}"
@@ -150,7 +194,7 @@ def table_problem(capsule):
 
 
 def table_capabilities(capsule):
-    """The capability bits of a driver's table."""
+    """Return the capability bits of a driver's table."""
     return (<const hxa_driver *>PyCapsule_GetPointer(capsule, HXA_DRIVER_CAPSULE)).caps
 
 
@@ -158,15 +202,15 @@ cdef dict OPEN_ERRORS = {HXA_E_INVALID: errors.InvalidArgumentError, HXA_E_UNSUP
 
 
 def _plain(value):
-    """For JSON, which knows dicts and strings only."""
+    """Convert to what JSON knows: dicts and strings."""
     if isinstance(value, Mapping):
         return dict(value)
     return os.fspath(value)
 
 
 cdef bytes option_text(str driver, key, value):
-    """An option's value as drivers take it: text, 0 and 1 for truth, and JSON for what has parts."""
-    # A driver that wraps another gets the other's table by its address.
+    """Convert an option's value to what drivers take: text, 0 or 1 for a bool, JSON for mappings and lists."""
+    # A driver that wraps another receives the address of the other's table.
     if PyCapsule_IsValid(value, HXA_DRIVER_CAPSULE):
         return hex(<size_t>PyCapsule_GetPointer(value, HXA_DRIVER_CAPSULE)).encode()
     try:
@@ -178,7 +222,7 @@ cdef bytes option_text(str driver, key, value):
             text = os.fspath(value)
         if "\0" not in text:
             return text.encode()
-    except (TypeError, ValueError):  # fspath may also answer bytes; circles, and surrogates that are no character
+    except (TypeError, ValueError):  # fspath may return bytes; cycles; lone surrogates
         pass
     raise errors.InvalidArgumentError(
         f"driver {driver!r}: option {key!r} must be text, a number, a path, or a mapping or list of these, not {value!r}"
@@ -187,9 +231,20 @@ cdef bytes option_text(str driver, key, value):
 
 @cython.no_gc_clear
 cdef class Driver:
-    """An opened driver."""
+    """An opened driver.
 
-    def __cinit__(self, Hub core, capsule, str name, dict options):
+    Public methods are for the engine package: no object of a user leads to a driver by public names.
+
+    :param core: the engine's core, which `in_flight.start` has bound to a loop.
+    :param capsule: the driver's table.
+    :param name: the name by which the engine and its peers know it.
+    :param options: the driver's own options, by name.
+    :raises DriverLoadError: if `capsule` holds no table that this core understands.
+    :raises InvalidArgumentError: if an option is malformed, or there are too many options or drivers.
+    :raises DriverError: if the driver refuses to open.
+    """
+
+    def __cinit__(self, CoreBase core not None, capsule, str name not None, dict options not None):
         cdef hxa_option pairs[MAX_OPTIONS]
         cdef hxa_limits limits
         cdef char text[4096]
@@ -197,6 +252,8 @@ cdef class Driver:
         problem = table_problem(capsule)
         if problem is not None:
             raise errors.DriverLoadError(f"driver {name!r}: {problem}")
+        if core.box == NULL or core.finished:
+            raise errors.ClosedError(f"driver {name!r} needs an engine that is open")
         if len(core.drivers) == MAX_DRIVERS:
             raise errors.InvalidArgumentError(f"an engine takes at most {MAX_DRIVERS} drivers")
         if len(options) > MAX_OPTIONS:
@@ -218,7 +275,7 @@ cdef class Driver:
             answer = self.table.open(pairs, count, &core.sink, &self.instance, text, sizeof(text))
         if answer:
             self.instance = NULL
-            reason = text.decode("utf-8", "replace") or str(refusal(self, -answer, 0, "open", None))
+            reason = text.decode("utf-8", "replace") or str(refusal(self, -answer, 0, "open"))
             kind = OPEN_ERRORS.get(-answer, errors.DriverError)
             raise kind(f"driver {name!r} could not be opened: {reason}")
         memset(&limits, 0, sizeof(limits))
@@ -234,8 +291,13 @@ cdef class Driver:
     def __repr__(self):
         return f"<Driver {self.name!r}>"
 
+    cdef int _must_be_open(self) except -1:
+        if self.instance == NULL:
+            raise errors.ClosedError(f"driver {self.name!r} is closed")
+        return 0
+
     def stats(self):
-        """The driver's own counters and gauges, by name."""
+        """Return the driver's own counters and gauges by name; none once it is closed."""
         cdef hxa_stats stats
         if self.instance == NULL:
             return {}
@@ -243,7 +305,7 @@ cdef class Driver:
         return stats
 
     def about(self):
-        """What the driver tells of itself and what it runs on, by name."""
+        """Return facts about the driver and the transport below it, by name, for people; none once it is closed."""
         cdef const char *text = NULL
         if self.table.about != NULL and self.instance != NULL:
             text = self.table.about(self.instance)
@@ -253,51 +315,60 @@ cdef class Driver:
         return {name.strip(): rest.strip() for name, _, rest in lines}
 
     def start(self):
-        """Waits until links can be made.
+        """Wait until links can be made.
 
         :return: an awaitable.
         """
+        self._must_be_open()
         what = f"start of driver {self.name!r}"
-        cdef hxa_op *op = self.core._control(self._without_peer(what))
-        return self.core._answer(op, self.table.start(self.instance, op) if self.table.start != NULL else HXA_DONE, what)
+        cdef hxa_op *op = self.core._begin_call(self._without_peer(what))
+        return self.core._end_call(op, self.table.start(self.instance, op) if self.table.start != NULL else HXA_DONE, what)
 
     def shutdown(self):
-        """Ends what would make `close` wait; there are no links any more, and `start` is over, whatever came of it.
+        """End the background work that `close` would wait for.  No links are left, and `start` is over or has failed.
 
         :return: an awaitable.
         """
+        self._must_be_open()
         what = f"shutdown of driver {self.name!r}"
-        cdef hxa_op *op = self.core._control(self._without_peer(what))
-        return self.core._answer(
+        cdef hxa_op *op = self.core._begin_call(self._without_peer(what))
+        return self.core._end_call(
             op, self.table.shutdown(self.instance, op) if self.table.shutdown != NULL else HXA_DONE, what)
 
     cdef Link _without_peer(self, str what):
-        """Stands for the link where a call of the driver concerns no peer."""
+        """Return a stand-in for the link of a call that concerns no peer."""
         cdef Link link = Link.__new__(Link)
         link.driver, link.fd, link.stops, link.what = self, -1, [], what
         return link
 
-    def link_new(self, uint64_t cookie, str peer):
-        """Our half of a link: ``(link, card bytes, card descriptors)``."""
+    def link_new(self, uint64_t cookie, str peer not None):
+        """Make our half of a link.
+
+        :param cookie: the number that the events of this link will carry.
+        :param peer: the peer's name, for errors.
+        :return: ``(link, metadata, descriptors)``; the latter two are for the driver at the other end, and the caller closes
+            the descriptors.
+        """
         cdef hxa_card card
+        self._must_be_open()
         cdef Link link = self._without_peer("link")
         link.cookie, link.peer = cookie, peer
         memset(&card, 0, sizeof(card))
-        # Events say by their cookie which driver they are of.
+        # The cookie of an event also says which driver it comes from.
         cdef int answer = self.table.link_new(self.instance, cookie * MAX_DRIVERS + self.index, &link.link, &card)
         if answer:
             link.link = NULL
-            raise refusal(self, -answer, 0, "new link", peer)
-        data, fds = unpack_card(&card)
+            raise refusal(self, -answer, 0, "new link", link)
+        data, fds = unpack_metadata(&card)
         return link, data, fds
 
     def after_fork(self):
-        """In a child of fork(): closes the child's copies of descriptors."""
+        """Close the child's copies of descriptors, in a child of fork()."""
         if self.instance != NULL and self.table.after_fork != NULL:
             self.table.after_fork(self.instance)
 
     def close(self):
-        """Closes the driver now, or when the last view of its memory is dropped."""
+        """Close the driver, now or when the last view of its memory is dropped."""
         self.closing = True
         self._close_if_unused()
 
@@ -307,77 +378,100 @@ cdef class Driver:
             self._close_if_unused()
         return 0
 
-    def _close_if_unused(self):
+    cdef int _close_if_unused(self) except -1:
         cdef hxa_instance *instance = self.instance
         if self.memories == 0 and instance != NULL:
             with nogil:
                 self.table.close(instance)
             self.instance = NULL
             self.core._dispose()
+        return 0
 
 
+@cython.final
 @cython.no_gc_clear
 cdef class Link:
-    """One driver's way to one peer."""
+    """One driver's connection to one peer; `Driver.link_new` makes it.
 
-    def connect(self, bytes data, list fds):
-        """Joins our half with the peer's card; the driver owns `fds` from here on.
+    Public methods are for the engine package: no object of a user leads to a link by public names.
+    """
 
+    def connect(self, bytes data not None, list fds not None):
+        """Join our half with the peer's.
+
+        :param data: the metadata that the peer's driver made.
+        :param fds: the descriptors that came with it, which the driver owns from here on.
         :return: an awaitable.
         """
         cdef hxa_card card
-        pack_card(&card, data, fds)
+        pack_metadata(&card, data, fds)
         self._must_exist(fds)
-        cdef hxa_op *op = self.driver.core._control(self)
-        return self.driver.core._answer(op, self.driver.table.link_connect(self.link, &card, op), "connect")
+        cdef hxa_op *op = self.driver.core._begin_call(self)
+        return self.driver.core._end_call(op, self.driver.table.link_connect(self.link, &card, op), "connect")
 
     cdef int _must_exist(self, list fds) except -1:
-        """Raises if the link was given back already; `fds` are closed then."""
+        """Raise if the link was freed already; `fds` are closed then."""
         if self.link == NULL:
             for fd in fds:
                 os.close(fd)
-            raise errors.PeerDownError(f"peer {self.peer!r} is down", peer=self.peer)
+            raise self._down()
         return 0
 
+    cdef object _down(self):
+        """Return the error of new work over a link that is down."""
+        why, dead = self._why_down()
+        text = f"peer {self.peer!r} is down; connect again" + (f" ({why})" if why else "")
+        error = errors.PeerDownError(text, peer=self.peer)
+        error.confirmed_dead = dead
+        return error
+
+    cdef tuple _why_down(self):
+        """Return why the link is down, or None where that is not known, and True if the peer's process has ended."""
+        return (self.explain() if self.explain is not None else None) or (None, False)
+
     def watch(self):
-        """From here on work may be submitted, and the loop polls the link when its descriptor is readable."""
+        """Accept submits from here on, and let the loop poll the link when its descriptor is readable."""
+        self._must_exist([])
         self.up = True
         self.fd = self.driver.table.link_fd(self.link)
         if self.fd >= 0:
-            self.driver.core.loop.add_reader(self.fd, self._readable)
+            self.driver.core.event_loop.add_reader(self.fd, _readable, self)
             self.poll()
 
     def explain_by(self, explain):
-        """Let ``explain()`` say why the link is down, or None where that is not known, for the errors of its transfers."""
+        """Let ``explain()`` say why the link is down, for the errors of its transfers.
+
+        :param explain: returns the cause, and True if the peer's process is known to have ended; or None.
+        """
         self.explain = explain
 
     def refuse(self):
-        """No new work: the driver reported that the link is down."""
+        """Accept no new work from here on."""
         self.up = False
 
     def poll(self):
-        """Takes what the peer sent; again on the next pass of the loop while there is more."""
+        """Take what the peer sent; the next pass of the loop continues while there is more."""
         self._poll(False)
-
-    def _readable(self):
-        """As `poll`, called by the loop itself, so that no task is current."""
-        self._poll(True)
 
     cdef int _poll(self, bint direct) except -1:
         self.poll_scheduled = False
         if self.link == NULL or self.fd < 0:
             return 0
-        cdef Hub core = self.driver.core
-        # Events land in the mailbox; we empty it ourselves below, so no signal is needed.
+        cdef CoreBase core = self.driver.core
+        # Events land in the mailbox, which is emptied below, so no signal is needed.
         hxa_mailbox_awake(core.box)
         if self.driver.table.poll(self.link, core.burst) and not self.poll_scheduled:
             self.poll_scheduled = True
-            core.call_soon(self._readable)
+            core.call_soon(_readable, self)
         core._drain(direct)
         return 0
 
     def pace(self, uint64_t bytes_per_second):
-        """At most so many bytes per second from now on; 0: any."""
+        """Limit the bandwidth.
+
+        :param bytes_per_second: the most from now on, reads and writes together; 0: no limit.
+        :raises DriverError: if the driver cannot do it.
+        """
         cdef const hxa_driver *table = self.driver.table
         self._must_exist([])
         cdef int answer = -HXA_E_UNSUPPORTED
@@ -386,12 +480,12 @@ cdef class Link:
         if answer == -HXA_E_UNSUPPORTED:
             raise errors.DriverError(f"driver {self.driver.name!r} cannot limit its bandwidth")
         if answer:
-            raise refusal(self.driver, -answer, 0, "limit of the bandwidth", self.peer)
+            raise refusal(self.driver, -answer, 0, "limit of the bandwidth", self)
 
-    def message(self, bytes data):
-        """Hands over what the driver at the other end said; `connect` must have been called.
+    def message(self, bytes data not None):
+        """Hand a message of the driver at the other end to ours; `connect` must have been called.
 
-        :raises ProtocolError: if our driver takes no messages, or can make nothing of this one.
+        :raises ProtocolError: if our driver takes no messages, or cannot make sense of this one.
         """
         cdef int answer
         if self.driver.table.message == NULL:
@@ -399,32 +493,32 @@ cdef class Link:
         if self.link != NULL:
             answer = self.driver.table.message(self.link, <const char *>data, len(data))
             if answer < 0:
-                error = refusal(self.driver, -answer, 0, "message of its driver", self.peer)
+                error = refusal(self.driver, -answer, 0, "message of its driver", self)
                 raise errors.ProtocolError(str(error), peer=self.peer)
 
     def fence(self):
-        """Waits until the peer can no longer touch memory of ours through this link; it may never come.
+        """Wait until the peer can no longer touch memory of ours through this link, which may never happen.
 
         :return: an awaitable.
         """
         self._must_exist([])
-        cdef hxa_op *op = self.driver.core._control(self)
-        return self.driver.core._answer(op, self.driver.table.link_fence(self.link, op), "fence")
+        cdef hxa_op *op = self.driver.core._begin_call(self)
+        return self.driver.core._end_call(op, self.driver.table.link_fence(self.link, op), "fence")
 
     def drained(self):
-        """Waits until no flight uses this link any more.
+        """Wait until no operation in flight uses this link.
 
         :return: an awaitable; cancelling it only ends the wait.
         """
         return self.driver.core._drained_link(self)
 
     def stop(self, bint dead):
-        """Takes what the peer sent so far, then refuses new work and ends what runs.  Idempotent.
+        """Take what the peer sent so far, then refuse new work and end what runs.  Idempotent.
 
-        :param dead: the peer's process is known to be gone; may be told later, by a second call.
+        :param dead: the peer's process is known to be gone; a second call may say so later.
         :return: an awaitable, done when no thread of ours works for this link any more; cancelling it only ends the wait.
         """
-        cdef Hub core = self.driver.core
+        cdef CoreBase core = self.driver.core
         cdef hxa_op *op
         self.up = False
         if self.fd >= 0:
@@ -432,19 +526,31 @@ cdef class Link:
                 if not self.driver.table.poll(self.link, LAST_POLL_EVENTS):
                     break
             core._deliver_all()
-        # The peer's last words may have led here a second time.
+        # Delivering the peer's last events may have stopped the link already.
         if self.fd >= 0:
-            core.loop.remove_reader(self.fd)
+            core.event_loop.remove_reader(self.fd)
             self.fd = -1
         if self.link != NULL and (not self.stops or (dead and not self.dead)):
-            op = core._control(self)
-            self.stops.append(core._answer(op, self.driver.table.link_stop(self.link, dead, op), "stop of a link"))
+            op = core._begin_call(self)
+            self.stops.append(core._end_call(op, self.driver.table.link_stop(self.link, dead, op), "stop of a link"))
         self.dead |= dead
         return core._drained_transfers(self.stops)
 
     def free(self):
-        """Gives the link back; only after `stop` is done and all its flights are released."""
+        """Free the link; only after `stop` is done and all its operations are released."""
         cdef hxa_link *link = self.link
         self.link = NULL
         if link != NULL:
             self.driver.table.link_free(link)
+
+
+def _readable(Link link not None):
+    """Poll the link; the loop itself calls this, so no task is current."""
+    link._poll(True)
+
+
+cdef object _refuse_link(PyTypeObject *kind, PyObject *args, PyObject *kwargs):
+    raise TypeError("links are made by Driver.link_new")
+
+
+hxa_seal(Link, _refuse_link)

@@ -1,4 +1,4 @@
-"""Memory that transfers may name, and ranges of it."""
+"""Memory that transfers may name, ranges of it, and the functions by which the engine package lends and closes it."""
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo, PyBuffer_Release
@@ -10,10 +10,12 @@ from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from libc.string cimport memset
 
-from .link cimport Driver, Hub, Link, MAX_DRIVERS, refusal, hxa_mailbox, pack_card, unpack_card
+from .link cimport CoreBase, Driver, Link, MAX_DRIVERS, refusal, hxa_mailbox, pack_metadata, unpack_metadata
 from .driver cimport *
+from .seal cimport PyTypeObject, hxa_seal
 
 from bisect import bisect_right
+from functools import partial
 
 from .. import errors
 
@@ -43,60 +45,68 @@ cdef str NO_VIEW = "this region lies on a device; copy it to the host to look at
 cdef list _leaked = []
 
 
-# Nothing here is cleared by the collector before it is freed: memoryviews of dead cycles call back into these objects.
+# The collector does not clear these before they are freed, because memoryviews of dead cycles call back into them.
 @cython.no_gc_clear
 cdef class Memory:
-    """Memory that transfers may name: a window of ours, or a peer's after import."""
+    """Memory that transfers may name: a region of ours, or a peer's after its import."""
 
     def __len__(self):
-        return self.size
+        """Return the size in bytes."""
+        return self.nbytes
 
-    def __getitem__(self, key):
-        return make_slice(self, 0, self.size, key)
+    @property
+    def size(self):
+        """The size in bytes."""
+        return self.nbytes
+
+    @property
+    def alive(self):
+        """True while new work may use the memory."""
+        return self.usable
+
+    @property
+    def pins(self):
+        """The number of operations in flight, and of peers that were given access, that hold this memory."""
+        return self.holds - self.retiring
 
     cdef int _unpin(self) except -1:
-        self.flights -= 1
-        if not self.alive and self.flights == 0:
-            self._let_go()
+        self.holds -= 1
+        if not self.usable and self.holds == 0:
+            self._end_use()
         return 0
 
-    cdef int _let_go(self) except -1:
-        """Retired, and no flight or peer holds it any more."""
+    cdef int _end_use(self) except -1:
+        """Tell the waiters that no operation and no peer holds this closed memory, and release it."""
         self.retiring = 0
         waiters, self.waiters = self.waiters, None
         for waiter in waiters or ():
             if not waiter.done():
                 waiter.set_result(None)
-        return self._bury()
-
-    def retire(self):
-        """No new work from now on; the drivers' handles go when the last flight, peer and view are gone."""
-        if self.alive:
-            self.alive = False
-            if self.address != NULL:
-                self.core.places.discard(self)
-            if self.flights == 0:
-                self._let_go()
+        return self._release_when_unused()
 
     def drained(self):
-        """Waits until no flight touches this memory any more.
+        """Wait until no operation of this engine touches the memory, those included whose `Transfer` was dropped.
 
-        :return: an awaitable; cancelling it only ends the wait.
+        :return: a future; cancelling it only ends the wait.
+        :raises InvalidArgumentError: if the region belongs to no engine.
+        :raises WrongLoopError: on another thread than the loop's.
         """
         if self.core is None:
             raise_gone(self)
-        return self.core._drained(self, 0, self.size)
+        return self.core._drained_range(self, 0, self.nbytes)
 
     def released(self):
-        """Waits until the memory is closed, and no flight and no peer holds it; cancelling only ends the wait.
+        """Wait until the region is closed, and no operation and no peer holds its memory.
 
-        :return: an awaitable.
+        :return: a future; cancelling it only ends the wait.
+        :raises InvalidArgumentError: if the region belongs to no engine.
+        :raises WrongLoopError: on another thread than the loop's.
         """
         if self.core is None:
             raise_gone(self)
         self.core._must_be_on_thread()
-        waiter = self.core.loop.create_future()
-        if not self.alive and self.flights == self.retiring:
+        waiter = self.core.event_loop.create_future()
+        if not self.usable and self.holds == self.retiring:
             waiter.set_result(None)
         elif self.waiters is None:
             self.waiters = [waiter]
@@ -104,31 +114,18 @@ cdef class Memory:
             self.waiters.append(waiter)
         return waiter
 
-    cdef int _bury(self) except -1:
-        """Releases the driver's handles now, or on the loop's thread where that is still running (header, T2)."""
-        if self.alive or self.flights or self.exports or self.core.forked:
+    cdef int _release_when_unused(self) except -1:
+        """Release the drivers' handles, here or on the loop's thread while that is running (hxa_driver.h, T2)."""
+        if self.usable or self.holds or self.exports or self.core._forked():
             return 0
         if not self.core.finished and PyThread_get_thread_ident() != self.core.thread:
-            self.core.graveyard.append(self)
+            self.core.deferred.append(self)
             hxa_mailbox_signal(self.core.box)
             return 0
         return self._release()
 
     cdef int _release(self) except -1:
         raise NotImplementedError
-
-    def pin(self):
-        """Holds the memory beyond `retire`, for a peer that has it mapped; `unpin` undoes it."""
-        self.flights += 1
-
-    def unpin(self):
-        """Undoes one `pin`."""
-        self._unpin()
-
-    @property
-    def pins(self):
-        """How many flights and peers hold this memory."""
-        return self.flights - self.retiring
 
 
 @cython.no_gc_clear
@@ -138,33 +135,46 @@ cdef class LocalMemory(Memory):
     def __dealloc__(self):
         PyBuffer_Release(&self.source)
 
+    def __getitem__(self, key):
+        return _local_slice(self, 0, self.nbytes, key)
+
     def __getbuffer__(self, Py_buffer *view, int flags):
-        if not self.alive:
+        if not self.usable:
             raise errors.ClosedError("this region was closed; take its views before")
-        if self.device:
+        if self.on_device:
             raise BufferError(NO_VIEW)
-        PyBuffer_FillInfo(view, self, self.address, self.size, self.readonly, flags)
+        PyBuffer_FillInfo(view, self, self.address, self.nbytes, self.is_readonly, flags)
         self.exports += 1
 
     def __releasebuffer__(self, Py_buffer *view):
         self.exports -= 1
-        if self.exports == 0 and not self.alive:
-            self._bury()
+        if self.exports == 0 and not self.usable:
+            self._release_when_unused()
+
+    @property
+    def readonly(self):
+        """True if it was registered from a read-only buffer, so that reads into it are refused."""
+        return self.is_readonly
+
+    @property
+    def device(self):
+        """True if the memory lies on a device, so that its address means nothing to the CPU."""
+        return self.on_device
 
     @property
     def address(self):
-        """Address of the first byte in this process."""
+        """The address of the first byte in this process, or on its device; 0 once the memory was given back."""
         return <size_t>self.address
 
     cdef int _release(self) except -1:
         cdef int i
-        # The allocator comes last: its pages are what the others know.
+        # The allocator comes last, because the other drivers know its pages.
         for i in range(MAX_DRIVERS):
             if i + 1 != self.allocator:
                 self._give_back(i)
-        if self.flights == 0 and self.allocator and not self._held():
+        if self.holds == 0 and self.allocator and not self._awaits_drivers():
             self._give_back(self.allocator - 1)
-        if self.flights or self._held():
+        if self.holds or self._awaits_drivers():
             return 0  # a transport takes its time, and its release leads here again; or it never lets go
         if self.address != NULL:
             self.address = NULL
@@ -174,7 +184,7 @@ cdef class LocalMemory(Memory):
         return 0
 
     cdef int _give_back(self, int index) except -1:
-        """Gives one driver's handle back; a driver that lets go of it later pins what is left of the memory until then."""
+        """Give one driver's handle back; a driver that lets go of it later pins what is left of the memory until then."""
         cdef hxa_mem *mem = self.mems[index]
         cdef Driver driver
         cdef hxa_op *op
@@ -182,97 +192,51 @@ cdef class LocalMemory(Memory):
             return 0
         self.mems[index] = NULL
         driver = self.core.drivers[index]
-        # After the end of the engine, and so of its transports, nothing is left to wait for.
+        # After the end of the engine, and so of its transports, there is nothing to wait for.
         if driver.table.mem_retire == NULL or self.core.finished:
             driver.table.mem_release(mem)
         else:
-            op = self.core._control(driver._without_peer("retirement of a region"))
+            op = self.core._begin_call(driver._without_peer("retirement of a region"))
             try:
-                call = self.core._answer(op, driver.table.mem_retire(mem, op), "retirement of a region", self)
+                call = self.core._end_call(op, driver.table.mem_retire(mem, op), "retirement of a region", self)
             except errors.HixlError as error:
-                self.flights += 1  # for ever
+                self.holds += 1  # for ever
                 return self._leak(error)
             if not call.done():
                 self.retiring += 1
                 self.retirements = [call, *(self.retirements or ())]
-                call.add_done_callback(self._retired)
+                call.add_done_callback(partial(_on_retired, self))
         driver._forget()
         return 0
 
-    def _held(self):
-        return any(self.core._status(call) != HXA_OK for call in self.retirements or ())
-
-    def _retired(self, call):
-        if call.exception() is not None:
-            self._leak(call.exception())
+    cdef bint _awaits_drivers(self) except -1:
+        return any([self.core._call_status(call) != HXA_OK for call in self.retirements or ()])
 
     cdef int _leak(self, object error) except -1:
         _leaked.append(self)
-        self.core.loop.call_exception_handler(
+        self.core.event_loop.call_exception_handler(
             {"message": f"{self!r} is leaked: its transport did not let go of it", "exception": error}
         )
         return 0
 
-    def registration(self, Driver driver):
-        """Waits until peers may be told of this memory by `driver`, which knows it; to be asked once for each.
 
-        :return: an awaitable.
-        """
-        cdef hxa_mem *mem = self.mems[driver.index]
-        if mem == NULL:
-            raise errors.ClosedError(f"{self!r} was closed, or driver {driver.name!r} does not know it")
-        what = "registration of a region"
-        cdef hxa_op *op = self.core._control(driver._without_peer(what))
-        return self.core._answer(
-            op, driver.table.mem_ready(mem, op) if driver.table.mem_ready != NULL else HXA_DONE, what, self)
-
-    def export(self, Driver driver, uint32_t rights):
-        """The card that lets a peer of `driver` import this memory: ``(bytes, descriptors)``, the latter the caller's."""
-        cdef hxa_card card
-        if self.mems[driver.index] == NULL:
-            raise errors.DriverError(f"driver {driver.name!r} does not know this memory")
-        memset(&card, 0, sizeof(card))
-        cdef int answer = driver.table.mem_export(self.mems[driver.index], rights, &card)
-        if answer:
-            raise refusal(driver, -answer, 0, "export of a region", None)
-        return unpack_card(&card)
-
-    def known_to(self, Driver driver):
-        """True if `driver` can export this memory."""
-        return self.mems[driver.index] != NULL
+def _on_retired(LocalMemory memory not None, call):
+    if call.exception() is not None:
+        memory._leak(call.exception())
 
 
 @cython.no_gc_clear
 cdef class RemoteMemory(Memory):
     """A peer's memory, imported over one link."""
 
-    def map(self, Link link, bytes data, list fds, uint64_t size, uint32_t rights):
-        """Imports what a peer exported as a card; the driver owns `fds` from here on.
-
-        :return: an awaitable; the memory is usable once it is done, and must be retired in any case.
-        """
-        cdef hxa_card card
-        cdef Hub core = link.driver.core
-        cdef hxa_op *op
-        cdef int index = link.driver.index
-        pack_card(&card, data, fds)
-        link._must_exist(fds)
-        op = core._control(link)
-        self.core, self.link, self.size, self.rights = core, link, size, rights
-        cdef int answer = link.driver.table.mem_import(link.link, &card, size, rights, &self.mems[index], op)
-        if answer < 0:
-            self.mems[index] = NULL
-        else:
-            self.alive = True
-            link.driver.memories += 1
-            core.remote_memories += 1
-        return core._answer(op, answer, "import of a region", self)
+    def __getitem__(self, key):
+        return _remote_slice(self, 0, self.nbytes, key)
 
     cdef int _release(self) except -1:
         cdef Driver driver = self.link.driver
         if self.mems[driver.index] != NULL:
-            if self.farewell is not None:
-                self.farewell()
+            if self.on_unmap is not None:
+                self.on_unmap()
             driver.table.mem_release(self.mems[driver.index])
             self.mems[driver.index] = NULL
             self.core.remote_memories -= 1
@@ -280,54 +244,226 @@ cdef class RemoteMemory(Memory):
         return 0
 
 
+# -- the port for the engine package: what no user may call is no attribute of a region
+
+def pin(Memory memory not None):
+    """Hold the memory beyond `retire`, for a peer that has it mapped; `unpin` undoes it."""
+    if memory.core is None:
+        raise_gone(memory)
+    memory.holds += 1
+
+
+def unpin(Memory memory not None):
+    """Undo one `pin`."""
+    if memory.holds <= 0:
+        raise RuntimeError(f"{memory!r} is not pinned")
+    memory._unpin()
+
+
+def retire(Memory memory not None):
+    """Accept no new work from now on; the drivers' handles go with the last operation, peer and view.  Idempotent."""
+    if memory.usable:
+        memory.usable = False
+        if memory.address != NULL:
+            (<Places>memory.core.places).discard(memory)
+        if memory.holds == 0:
+            memory._end_use()
+
+
+def registration(LocalMemory memory not None, Driver driver not None):
+    """Wait until peers may be told of this memory by `driver`, which knows it; to be called once for each driver.
+
+    :return: an awaitable.
+    :raises ClosedError: if the memory was closed, or `driver` does not know it.
+    """
+    cdef hxa_mem *mem = memory.mems[driver.index]
+    if mem == NULL:
+        raise errors.ClosedError(f"{memory!r} was closed, or driver {driver.name!r} does not know it")
+    what = "registration of a region"
+    cdef hxa_op *op = memory.core._begin_call(driver._without_peer(what))
+    return memory.core._end_call(
+        op, driver.table.mem_ready(mem, op) if driver.table.mem_ready != NULL else HXA_DONE, what, memory)
+
+
+def export(LocalMemory memory not None, Driver driver not None, uint32_t rights):
+    """Make the metadata with which a peer of `driver` imports this memory.
+
+    :param rights: the most that the peer may do with it, HXA_RIGHT_*.
+    :return: ``(bytes, descriptors)``, the latter the caller's to close.
+    """
+    cdef hxa_card card
+    if memory.mems[driver.index] == NULL:
+        raise errors.DriverError(f"driver {driver.name!r} does not know this memory")
+    memset(&card, 0, sizeof(card))
+    cdef int answer = driver.table.mem_export(memory.mems[driver.index], rights, &card)
+    if answer:
+        raise refusal(driver, -answer, 0, "export of a region")
+    return unpack_metadata(&card)
+
+
+def known_to(LocalMemory memory not None, Driver driver not None):
+    """Return True if `driver` can export this memory."""
+    return memory.mems[driver.index] != NULL
+
+
+def import_remote(RemoteMemory memory not None, Link link not None, bytes data not None, list fds not None, uint64_t size,
+                  uint32_t rights):
+    """Import what a peer exported.
+
+    :param memory: a new memory, which stands for the peer's from here on.
+    :param data: the metadata of the export.
+    :param fds: its descriptors, which the driver owns from here on.
+    :param size: bytes.
+    :param rights: what the peer grants, HXA_RIGHT_*.
+    :return: an awaitable; the memory is usable once it is done, and must be retired in any case.
+    """
+    cdef hxa_card card
+    cdef CoreBase core = link.driver.core
+    cdef hxa_op *op
+    cdef int index = link.driver.index
+    if memory.core is not None:
+        raise RuntimeError(f"{memory!r} was imported before")
+    pack_metadata(&card, data, fds)
+    link._must_exist(fds)
+    op = core._begin_call(link)
+    memory.core, memory.link, memory.nbytes, memory.rights = core, link, size, rights
+    cdef int answer = link.driver.table.mem_import(link.link, &card, size, rights, &memory.mems[index], op)
+    if answer < 0:
+        memory.mems[index] = NULL
+    else:
+        memory.usable = True
+        link.driver.memories += 1
+        core.remote_memories += 1
+    return core._end_call(op, answer, "import of a region", memory)
+
+
+def link_of(RemoteMemory memory not None):
+    """Return the link over which a memory was imported, or None if it was not."""
+    return memory.link
+
+
+# -- ranges
+
+# Two types and not one with a common base: a base would cost each slicing a second constructor and destructor.
 @cython.final
 @cython.freelist(64)
 @cython.no_gc_clear
-cdef class Slice:
-    """A range of bytes of a region; made by ``region[a:b]``."""
+cdef class LocalSlice:
+    """A range of bytes of a region of this engine; made by ``region[a:b]``.
 
-    def __init__(self):
-        raise TypeError("a range is made by slicing a region: region[0:4096]")
+    It offers the buffer protocol: ``memoryview(region[a:b])``.
+    """
 
     def __getitem__(self, key):
-        return make_slice(self.memory, self.offset, self.length, key)
+        return _local_slice(self.memory, self.start, self.nbytes, key)
 
     def __len__(self):
-        return self.length
+        """Return the length in bytes."""
+        return self.nbytes
 
     def __repr__(self):
-        return f"{self.memory!r}[{self.offset}:{self.offset + self.length}]"
+        return f"{self.memory!r}[{self.start}:{self.start + self.nbytes}]"
+
+    @property
+    def region(self):
+        """The `Region` that this is a range of."""
+        return self.memory
+
+    @property
+    def offset(self):
+        """The first byte, counted from the start of the region."""
+        return self.start
+
+    @property
+    def length(self):
+        """The length in bytes."""
+        return self.nbytes
 
     def __getbuffer__(self, Py_buffer *view, int flags):
-        cdef Memory memory = self.memory
-        if isinstance(memory, RemoteMemory):
-            raise BufferError("a remote range has no memory here; read it into a local one")
-        if not memory.alive:
+        cdef LocalMemory memory = self.memory
+        if not memory.usable:
             raise errors.ClosedError("this region was closed; take its views before")
-        if (<LocalMemory>memory).device:
+        if memory.on_device:
             raise BufferError(NO_VIEW)
-        PyBuffer_FillInfo(view, self, memory.address + self.offset, self.length, (<LocalMemory>memory).readonly, flags)
+        PyBuffer_FillInfo(view, self, memory.address + self.start, self.nbytes, memory.is_readonly, flags)
         memory.exports += 1
 
     def __releasebuffer__(self, Py_buffer *view):
-        cdef Memory memory = self.memory
+        cdef LocalMemory memory = self.memory
         memory.exports -= 1
-        if memory.exports == 0 and not memory.alive:
-            memory._bury()
+        if memory.exports == 0 and not memory.usable:
+            memory._release_when_unused()
 
     def drained(self):
-        """Waits until no flight touches this range any more, those included whose handle was lost.
+        """Wait until no operation of this engine touches the range, those included whose `Transfer` was dropped.
 
-        :return: an awaitable; cancelling it only ends the wait.
+        :return: a future; cancelling it only ends the wait.
+        :raises InvalidArgumentError: if the region belongs to no engine.
+        :raises WrongLoopError: on another thread than the loop's.
         """
-        return self.memory.core._drained(self.memory, self.offset, self.length)
+        return _drained_slice(self.memory, self.start, self.nbytes)
+
+
+@cython.final
+@cython.freelist(64)
+@cython.no_gc_clear
+cdef class RemoteSlice:
+    """A range of bytes of a peer's region; made by ``remote[a:b]``.  Its bytes are at the peer: read them into a local range."""
+
+    def __getitem__(self, key):
+        return _remote_slice(self.memory, self.start, self.nbytes, key)
+
+    def __len__(self):
+        """Return the length in bytes."""
+        return self.nbytes
+
+    def __repr__(self):
+        return f"{self.memory!r}[{self.start}:{self.start + self.nbytes}]"
+
+    @property
+    def region(self):
+        """The `RemoteRegion` that this is a range of."""
+        return self.memory
+
+    @property
+    def offset(self):
+        """The first byte, counted from the start of the region."""
+        return self.start
+
+    @property
+    def length(self):
+        """The length in bytes."""
+        return self.nbytes
+
+    def drained(self):
+        """Wait until no operation of this engine touches the range, those included whose `Transfer` was dropped.
+
+        :return: a future; cancelling it only ends the wait.
+        :raises InvalidArgumentError: if the region belongs to no engine.
+        :raises WrongLoopError: on another thread than the loop's.
+        """
+        return _drained_slice(self.memory, self.start, self.nbytes)
+
+
+cdef object _refuse_slice(PyTypeObject *kind, PyObject *args, PyObject *kwargs):
+    raise TypeError("a range is made by slicing a region: region[0:4096]")
+
+
+hxa_seal(LocalSlice, _refuse_slice)
+hxa_seal(RemoteSlice, _refuse_slice)
+
+
+cdef object _drained_slice(Memory memory, uint64_t offset, uint64_t length):
+    if memory.core is None:
+        raise_gone(memory)
+    return memory.core._drained_range(memory, offset, length)
 
 
 cdef inline uint64_t _bound(PyObject *value, uint64_t default, str name) except? <uint64_t>-1:
     cdef uint64_t bound
     if value == <PyObject *>None:
         return default
-    # Outside of a try block, which costs more than the conversion.
+    # Not in a try block, which would cost more than the conversion.
     if PyLong_CheckExact(<object>value):
         bound = PyLong_AsUnsignedLongLong(value)
         if bound != <uint64_t>-1:
@@ -337,7 +473,7 @@ cdef inline uint64_t _bound(PyObject *value, uint64_t default, str name) except?
 
 
 cdef uint64_t _odd_bound(object value, str name) except? <uint64_t>-1:
-    """A bound that is no int of 64 bits."""
+    """Convert a bound that is no int of 64 bits."""
     try:
         return value if PyLong_CheckExact(value) else PyNumber_Index(value)
     except (OverflowError, TypeError):
@@ -346,7 +482,12 @@ cdef uint64_t _odd_bound(object value, str name) except? <uint64_t>-1:
         ) from None
 
 
-cdef Slice make_slice(Memory memory, uint64_t base, uint64_t size, object key):
+cdef struct Range:
+    uint64_t start, length
+
+
+cdef inline int _find_range(Range *found, uint64_t size, object key) except -1:
+    """Fill in the range of bytes that a subscript names."""
     if not PySlice_Check(key):
         raise errors.InvalidArgumentError(f"index with a slice of bytes such as region[0:4096], not with {key!r}")
     cdef PyObject *step = hxa_slice_step(key)
@@ -356,30 +497,58 @@ cdef Slice make_slice(Memory memory, uint64_t base, uint64_t size, object key):
     cdef uint64_t stop = _bound(hxa_slice_stop(key), size, "stop")
     if start > stop or stop > size:
         raise errors.RangeError(f"range [{start}:{stop}] lies outside of {size} bytes; slices are never clamped")
-    cdef Slice piece = Slice.__new__(Slice)
-    piece.memory = memory
-    piece.offset = base + start
-    piece.length = stop - start
+    found.start, found.length = start, stop - start
+    return 0
+
+
+cdef LocalSlice _local_slice(LocalMemory memory, uint64_t base, uint64_t size, object key):
+    cdef Range found
+    _find_range(&found, size, key)
+    cdef LocalSlice piece = LocalSlice.__new__(LocalSlice)
+    piece.memory, piece.start, piece.nbytes = memory, base + found.start, found.length
     return piece
 
 
-cdef Slice whole(object side, str name, type kind):
-    """A region or a range of one, as a range."""
-    cdef Slice piece
-    if isinstance(side, Slice):
-        piece = side
-    elif isinstance(side, Memory):
-        piece = Slice.__new__(Slice)
-        piece.memory = side
-        piece.length = piece.memory.size
-    else:
-        raise errors.InvalidArgumentError(f"{name} must be a region or a range of one, not {type(side).__name__}")
-    if not isinstance(piece.memory, kind):
-        raise errors.InvalidArgumentError(
-            f"{name} must be {'local: a region of this engine' if kind is LocalMemory else 'a region of a peer'}, "
-            f"not {piece.memory!r}"
-        )
+cdef RemoteSlice _remote_slice(RemoteMemory memory, uint64_t base, uint64_t size, object key):
+    cdef Range found
+    _find_range(&found, size, key)
+    cdef RemoteSlice piece = RemoteSlice.__new__(RemoteSlice)
+    piece.memory, piece.start, piece.nbytes = memory, base + found.start, found.length
     return piece
+
+
+cdef LocalSlice whole_local(object side, str name):
+    """Return a region of this engine, or a range of one, as a range."""
+    cdef LocalSlice piece
+    if type(side) is LocalSlice:
+        return side
+    if not isinstance(side, LocalMemory):
+        raise _wrong_side(side, name, "local: a region of this engine")
+    piece = LocalSlice.__new__(LocalSlice)
+    piece.memory = side
+    piece.nbytes = piece.memory.nbytes
+    return piece
+
+
+cdef RemoteSlice whole_remote(object side, str name):
+    """Return a peer's region, or a range of one, as a range."""
+    cdef RemoteSlice piece
+    if type(side) is RemoteSlice:
+        return side
+    if not isinstance(side, RemoteMemory):
+        raise _wrong_side(side, name, "a region of a peer")
+    piece = RemoteSlice.__new__(RemoteSlice)
+    piece.memory = side
+    piece.nbytes = piece.memory.nbytes
+    return piece
+
+
+cdef object _wrong_side(object side, str name, str wanted):
+    if isinstance(side, (LocalSlice, RemoteSlice)):
+        side = side.region
+    if isinstance(side, Memory):
+        return errors.InvalidArgumentError(f"{name} must be {wanted}, not {side!r}")
+    return errors.InvalidArgumentError(f"{name} must be a region or a range of one, not {type(side).__name__}")
 
 
 cdef int check_access(Memory remote, uint32_t verb) except -1:
@@ -393,8 +562,8 @@ cdef int check_access(Memory remote, uint32_t verb) except -1:
 
 
 cdef int check_reach(LocalMemory local, Driver driver) except -1:
-    """Whether `driver`, which does not know `local`, can move it all the same."""
-    if local.device or driver.capabilities & HXA_CAP_LOCAL_ANY == 0:
+    """Raise if `driver`, which does not know `local`, cannot move it all the same."""
+    if local.on_device or driver.capabilities & HXA_CAP_LOCAL_ANY == 0:
         raise errors.BufferTypeError(
             f"{local!r} is not known to driver {driver.name!r}, which cannot register it; use memory that it can"
         )
@@ -402,7 +571,7 @@ cdef int check_reach(LocalMemory local, Driver driver) except -1:
 
 
 cdef int check_contents(object buffer, Py_buffer *view) except -1:
-    """Releases `view` and raises if `buffer` holds references to Python objects: after a copy they would lead to anywhere."""
+    """Release `view` and raise if `buffer` holds references to Python objects, which a copy would make dangle."""
     if PyByteArray_CheckExact(buffer) or PyBytes_CheckExact(buffer):
         return 0
     try:
@@ -418,7 +587,7 @@ cdef int check_contents(object buffer, Py_buffer *view) except -1:
 
 
 cdef bint _holds_objects(object buffer) except -1:
-    """Arrays are asked for their dtype before the format of their buffer: some dtypes have none."""
+    """Return True if a buffer's items refer to Python objects; the dtype counts first, because some have no format."""
     cdef const char *at
     cdef bint name = False
     kind = getattr(buffer, "dtype", None)
@@ -437,49 +606,51 @@ cdef bint _holds_objects(object buffer) except -1:
 
 
 cdef class Places:
-    """Local memories by address, for drivers that move registered memory only: a buffer is looked up among them."""
+    """Local memories by address, to look a buffer up for drivers that move registered memory only."""
 
     def __cinit__(self):
         self.bases, self.memories, self.ends = [], [], []
 
-    def add(self, LocalMemory memory):
-        """Enters a memory; once is enough."""
-        if any(known is memory for known in self.memories):
-            return
+    cdef int add(self, LocalMemory memory) except -1:
+        """Enter a memory.  Idempotent."""
+        if any([known is memory for known in self.memories]):
+            return 0
         cdef Py_ssize_t at = bisect_right(self.bases, <size_t>memory.address)
         self.bases.insert(at, <size_t>memory.address)
         self.memories.insert(at, memory)
-        self._measure()
+        return self._measure()
 
-    def discard(self, LocalMemory memory):
-        """Takes a memory out, if it is there."""
+    cdef int discard(self, LocalMemory memory) except -1:
+        """Take a memory out, if it is there."""
         for at, known in enumerate(self.memories):
             if known is memory:
                 del self.bases[at], self.memories[at]
                 return self._measure()
+        return 0
 
-    def _measure(self):
+    cdef int _measure(self) except -1:
         cdef LocalMemory memory
         cdef uint64_t end = 0
         self.ends = []
         for memory in self.memories:
-            end = max(end, <uint64_t>memory.address + memory.size)
+            end = max(end, <uint64_t>memory.address + memory.nbytes)
             self.ends.append(end)
+        return 0
 
     cdef LocalMemory find(self, uint64_t address, uint64_t size, int index):
-        """A memory that the driver of that index knows, and that has all these bytes; None if there is none."""
+        """Return a memory that the driver of that index knows and that has all these bytes, or None."""
         cdef LocalMemory memory
         cdef Py_ssize_t at = bisect_right(self.bases, address) - 1
         while at >= 0 and <uint64_t>self.ends[at] >= address + size:
             memory = self.memories[at]
-            if <uint64_t>memory.address + memory.size >= address + size and memory.mems[index] != NULL:
+            if <uint64_t>memory.address + memory.nbytes >= address + size and memory.mems[index] != NULL:
                 return memory
             at -= 1
         return None
 
 
 cdef int raise_gone(object memory) except -1:
-    """Why no new work may use `memory`."""
+    """Raise the reason why no new work may use `memory`."""
     cdef RemoteMemory remote
     if (<Memory?>memory).core is None:
         raise errors.InvalidArgumentError(
@@ -488,7 +659,7 @@ cdef int raise_gone(object memory) except -1:
     if isinstance(memory, RemoteMemory):
         remote = memory
         if not remote.link.up:
-            raise errors.PeerDownError(f"peer {remote.link.peer!r} is down; connect again", peer=remote.link.peer)
+            raise remote.link._down()
         raise errors.StaleRegionError(
             f"{memory!r} was closed by its owner; await peer.region(name) for a new one", peer=remote.link.peer
         )

@@ -2,7 +2,7 @@
 from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int64_t, uint64_t
 
-from .link cimport Hub, Link
+from .link cimport CoreBase, Link
 from .memory cimport Memory
 from .driver cimport hxa_batch, hxa_desc, hxa_op
 
@@ -19,16 +19,16 @@ cdef extern from *:
 
 
 cdef enum: ACTIVE, DONE, FAILED, CANCELLED
-# C8: how much work may finish inside calls before whoever awaits must yield.  A small operation costs 1, a larger copy what
-# it took in units of COST_NANOSECONDS: 128 is roughly a tenth of a millisecond, against 3 to 6 us for the yield.
-cdef enum: CREDIT = 128
+# C8: the work that may finish inside calls before an await must yield.  A small operation costs 1, a larger copy its
+# duration in units of COST_NANOSECONDS: 128 is roughly a tenth of a millisecond, against 3 to 6 us for the yield.
+cdef enum: BUDGET = 128
 cdef enum: COST_NANOSECONDS = 800
-cdef enum: SMALL_BYTES = 16 << 10  # below it the clock would cost more than it tells
+cdef enum: SMALL_BYTES = 16 << 10  # below it reading the clock would cost more than it tells
 
 
 cdef class Drain:
     cdef object future
-    cdef Py_ssize_t missing           # flights that are not released yet
+    cdef Py_ssize_t missing           # operations that are not released yet
 
     cdef int _one(self) except -1
 
@@ -37,33 +37,36 @@ cdef class Transfer:
     cdef hxa_op op                    # the driver's part of the slot; op.owner is this object
     cdef hxa_batch batch
     cdef hxa_desc desc                # storage of a batch of one
-    cdef Hub core
-    cdef readonly Link link
+    cdef CoreBase core
+    cdef Link link                    # None: a waiter
     cdef object local                 # pins: LocalMemory, Batch, or an object whose address is used
     cdef Memory remote                # pins the remote side of a batch of one
     cdef Memory signal                # pins the memory of the signal word
     cdef Py_buffer view               # pins a plain local buffer; view.obj is NULL otherwise
-    cdef object device                # what tells when a device has copied by itself; None: the driver does it
-    cdef hxa_batch *tail              # of such a transfer: what the driver sends after the data, or NULL
+    cdef object device                # event of a copy that a device makes by itself; None: the driver copies
+    cdef hxa_batch *tail              # of such a transfer: the signal and notification that follow the data, or NULL
     cdef object topic, note           # bytes that the batch points to
     cdef int outcome                  # ACTIVE, DONE, FAILED, CANCELLED
     cdef int cost                     # of awaiting it, once it is done (C8)
-    cdef bint control                 # not a transfer: a link or memory call; not counted, no timeout
-    cdef bint flying                  # accepted, not yet released: linked in Core.first
-    cdef bint abandoned               # the driver was told that nobody waits for it
+    cdef bint control                 # no transfer: a link or memory call, or a waiter; not counted, no timeout
+    cdef bint held                  # accepted, and not yet released: linked in InFlightTable.first
+    cdef bint abandoned               # the driver was told that its outcome no longer matters
     cdef public bint _asyncio_future_blocking
-    cdef public object _cancel_message        # what `cancel` was told
+    cdef public object _cancel_message        # the argument of `cancel`
     cdef object exc                   # the failure
-    cdef object unretrieved           # reports a failure that nobody looked at
+    cdef object unretrieved           # reports a failure that is never retrieved
     cdef object callback, context     # the usual single waiter
     cdef list callbacks               # further (callback, context)
     cdef list drains                  # Drain objects that wait for the release
-    cdef object timer                 # TimerHandle of the caller's timeout
+    cdef double timeout               # seconds in which it must finish, 0: any
+    cdef object timer                 # TimerHandle of that
     cdef double moved                 # loop time of the last progress seen
     cdef uint64_t landed              # bytes at that time
-    cdef void *next                   # Transfer: list of flights
+    cdef void *next                   # Transfer: list of operations in flight
     cdef void *prev
 
+    cdef int _raise(self) except -1
+    cdef int _time_out(self, str why) except -1
     cdef int _resolve(self, int outcome, object exc) except -1
     cdef int _unpin(self) except -1
     cdef uint64_t _moved(self)
@@ -73,3 +76,6 @@ cdef class Transfer:
     cdef object _failure(self)
     cdef str _describe(self)
     cdef object _failed_row(self)
+
+
+cdef Transfer new_transfer(CoreBase core)

@@ -1,4 +1,4 @@
-"""Transfers: the slot of a flight, and the future that a program sees."""
+"""Transfers: the slot of an operation in flight, which is also the future that a program awaits."""
 
 cimport cython
 from cpython.buffer cimport PyBuffer_Release
@@ -7,12 +7,14 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 
 from .batch cimport Batch
-from .link cimport Hub
+from .link cimport CoreBase
 from .memory cimport LocalMemory, Memory
 from .driver cimport *
+from .seal cimport PyTypeObject, hxa_seal
 
 import asyncio
 from asyncio import CancelledError, InvalidStateError
+from functools import partial
 
 from .. import errors
 from ..types import TransferState
@@ -37,16 +39,16 @@ cdef extern from *:
     ctypedef PySendResult (*sendfunc)(PyObject *, PyObject *, PyObject **) noexcept
     void hxa_set_am_send(object, sendfunc)
 
-# Seconds between two looks at the progress of a transfer.
-cdef double SHORTEST_LOOK = 0.0005
-cdef double LONGEST_LOOK = 0.05
+# Seconds between two polls of a transfer's progress.
+cdef double SHORTEST_POLL = 0.0005
+cdef double LONGEST_POLL = 0.05
 
 cdef object Task = asyncio.Task
 cdef tuple OUTCOMES = (TransferState.ACTIVE, TransferState.DONE, TransferState.FAILED, TransferState.CANCELLED)
 
 
 class _Unretrieved:
-    """Travels with a failed transfer; when both die unseen, the loop's exception handler hears of it."""
+    """Belongs to a failed transfer, and reports the failure to the loop's exception handler if it is never retrieved."""
 
     __slots__ = ("exception", "loop", "text")
 
@@ -56,12 +58,12 @@ class _Unretrieved:
     def __del__(self):
         if self.exception is not None and not self.loop.is_closed():
             self.loop.call_exception_handler(
-                {"message": f"{self.text} failed and nobody awaited it", "exception": self.exception}
+                {"message": f"{self.text} failed and its exception was never retrieved", "exception": self.exception}
             )
 
 
 cdef class Drain:
-    """One future that waits for the release of several flights."""
+    """One future for the release of several operations."""
 
     cdef int _one(self) except -1:
         self.missing -= 1
@@ -73,17 +75,14 @@ cdef class Drain:
 @cython.final
 @cython.freelist(128)
 cdef class Transfer:
-    """One accepted read, write or batch; a future: await it, or give it to gather, wait, wait_for, timeout or shield.
+    """One accepted read, write or batch; a future: await it, or pass it to gather, wait, wait_for, timeout or shield.
 
-    Its result is the number of bytes moved.  It began when it was called; awaiting only waits.  After a failure or a
-    cancellation the contents of the target range are undefined, and the local memory stays pinned until `drained`.
+    Its result is the number of bytes moved.  It has started when the call returns; awaiting only waits.  After a failure or
+    a cancellation the contents of the target range are undefined, and the local memory stays pinned until `drained`.
     """
 
     def __dealloc__(self):
         PyMem_Free(self.tail)
-
-    def __init__(self):
-        raise TypeError("a transfer is made by engine.read, engine.write or engine.submit")
 
     def __repr__(self):
         held = " pinned" if self.flying else ""
@@ -93,7 +92,8 @@ cdef class Transfer:
         """What it does, without its state."""
         what = "control" if self.control else "write" if self.batch.verb == HXA_WRITE else "read"
         peer = f" {'to' if self.batch.verb == HXA_WRITE else 'from'} {self.link.peer!r}" if self.link is not None else ""
-        return f"{what}{peer} of {self.batch.bytes} bytes"
+        held = " pinned" if self.held else ""
+        return f"<Transfer {what}{peer} of {self.batch.bytes} bytes, {OUTCOMES[self.outcome].value}{held}>"
 
     # -- future protocol: https://docs.python.org/3/library/asyncio-extending.html and Lib/asyncio/futures.py
 
@@ -116,23 +116,23 @@ cdef class Transfer:
         return result
 
     def get_loop(self):
-        """The event loop of the engine."""
-        return self.core.loop
+        """Return the event loop of the engine."""
+        return self.core.event_loop
 
     @property
     def _loop(self):
-        return self.core.loop
+        return self.core.event_loop
 
     def done(self):
-        """True once the outcome is known; see `drained` for the memory."""
+        """Return True once the outcome is known; the memory may still be in use, see `drained`."""
         return self.outcome != ACTIVE
 
     def cancelled(self):
-        """True if `cancel` ended it."""
+        """Return True if the transfer was cancelled."""
         return self.outcome == CANCELLED
 
     def result(self):
-        """Bytes moved.
+        """Return the number of bytes moved.
 
         :raises InvalidStateError: if it is not done.
         :raises TransferError: if it failed.
@@ -143,7 +143,7 @@ cdef class Transfer:
         self._raise()
 
     def exception(self):
-        """The failure, or None.
+        """Return the exception of a failed transfer, or None.
 
         :raises InvalidStateError: if it is not done.
         :raises CancelledError: if it was cancelled.
@@ -160,7 +160,7 @@ cdef class Transfer:
             self.unretrieved = None
         return self.exc
 
-    def _raise(self):
+    cdef int _raise(self) except -1:
         if self.outcome == FAILED:
             raise self._failure()
         if self.outcome == CANCELLED:
@@ -168,11 +168,17 @@ cdef class Transfer:
         raise InvalidStateError("the transfer is not done")
 
     def _make_cancelled_error(self):
-        """What asyncio.gather raises for a cancelled member: a part of the protocol that has no public name."""
+        """Return the error that asyncio.gather raises for a cancelled member; the protocol has no public name for it."""
         return CancelledError() if self._cancel_message is None else CancelledError(self._cancel_message)
 
     def add_done_callback(self, fn, *, context=None):
-        """Calls ``fn(transfer)`` on the loop once the outcome is known."""
+        """Call ``fn(transfer)`` on the loop once the outcome is known.
+
+        :param context: the context to run `fn` in; default: a copy of the current one.
+        :raises TypeError: if `fn` cannot be called.
+        """
+        if not callable(fn):
+            raise TypeError(f"a callback must be callable, not {fn!r}")
         if context is None:
             context = PyContext_CopyCurrent()
         if self.outcome != ACTIVE:
@@ -185,7 +191,10 @@ cdef class Transfer:
             self.callbacks.append((fn, context))
 
     def remove_done_callback(self, fn):
-        """Removes every registration of `fn`; returns how many there were."""
+        """Remove every registration of `fn`.
+
+        :return: the number of registrations removed.
+        """
         cdef int removed = 0
         if self.callback is not None and self.callback == fn:
             self.callback = self.context = None
@@ -197,10 +206,12 @@ cdef class Transfer:
         return removed
 
     def cancel(self, msg=None):
-        """Ends the wait and asks the driver to stop; False if the outcome is known already.
+        """End the wait and ask the driver to stop.
 
-        Bytes that are on their way may still land, and the memory stays pinned until `drained` (C5).
+        Bytes under way may still land, and the memory stays pinned until `drained`.
 
+        :param msg: passed on to the CancelledError.
+        :return: False if the outcome is known already.
         :raises WrongLoopError: on another thread than the loop's.
         """
         if self.outcome != ACTIVE:
@@ -215,17 +226,17 @@ cdef class Transfer:
 
     @property
     def state(self):
-        """The outcome so far, a `TransferState`."""
+        """The outcome so far: a `TransferState`."""
         return OUTCOMES[self.outcome]
 
     @property
     def nbytes(self):
-        """Bytes that it is to move."""
+        """The number of bytes to move."""
         return self.batch.bytes
 
     def progress(self):
-        """Bytes that have landed so far, as far as the driver can tell."""
-        if self.outcome == ACTIVE and self.flying and self.link is not None and self.link.link != NULL:
+        """Return the number of bytes that have landed so far, as far as the driver can tell."""
+        if self.outcome == ACTIVE and self.held and self.link is not None and self.link.link != NULL:
             return self._moved()
         return self.op.bytes
 
@@ -237,19 +248,20 @@ cdef class Transfer:
         return self.link.driver.table.progress(self.link.link, &self.op)
 
     async def at_least(self, nbytes):
-        """Waits until at least `nbytes` bytes have landed, as far as the driver can tell; how many, not which.
+        """Wait until at least `nbytes` bytes have landed, as far as the driver can tell; which bytes is not defined.
 
-        No driver says when, so it is asked: soon at first, then when that many are due at the rate so far.
+        The driver is polled: soon at first, then when that many bytes are due at the rate so far.
 
-        :return: bytes that have landed.
-        :raises InvalidArgumentError: if it is no number of bytes in 0..`nbytes` of the transfer.
+        :param nbytes: bytes, at most the transfer's own `nbytes`.
+        :return: the number of bytes that have landed.
+        :raises InvalidArgumentError: if `nbytes` is no number of bytes in that range.
         :raises TransferError: if the transfer fails before.
         :raises CancelledError: if it is cancelled before.
         """
         if not isinstance(nbytes, int) or not 0 <= nbytes <= self.batch.bytes:
             raise errors.InvalidArgumentError(f"nbytes must be in 0..{self.batch.bytes}, the size of it, not {nbytes!r}")
-        cdef double pause = SHORTEST_LOOK
-        cdef int64_t since = hxa_now()  # loops only know what time it was when this pass began
+        cdef double pause = SHORTEST_POLL
+        cdef int64_t since = hxa_now()  # a loop's own time may stand still within a pass
         cdef uint64_t landed, first
         self.core._must_be_on_thread()
         first = self.progress()
@@ -261,38 +273,34 @@ cdef class Transfer:
                 pause = (nbytes - landed) * ((hxa_now() - since) * 1e-9) / (landed - first)
             else:
                 pause *= 2
-            pause = min(max(pause, SHORTEST_LOOK), LONGEST_LOOK)
-            waiter = self.core._waiter()
-            self.add_done_callback(waiter._wake)
-            timer = self.core.loop.call_later(pause, waiter._wake)
+            pause = min(max(pause, SHORTEST_POLL), LONGEST_POLL)
+            waiter = self.core._new_waiter()
+            end = partial(_end_wait, waiter)
+            self.add_done_callback(end)
+            timer = self.core.event_loop.call_later(pause, end)
             try:
                 await waiter
             finally:
                 timer.cancel()
-                self.remove_done_callback(waiter._wake)
+                self.remove_done_callback(end)
         return await self
 
     def drained(self):
-        """Waits until nothing reads or writes the local memory any more, whatever the outcome was.
+        """Wait until nothing reads or writes the local memory any more, whatever the outcome was.
 
-        :return: an awaitable; cancelling it only ends the wait.
+        :return: a future; cancelling it only ends the wait.
         :raises WrongLoopError: on another thread than the loop's.
         """
         return self.core._drained_transfers([self])
-
-    def _wake(self, _=None):
-        """Ends a wait that `Core._waiter` began; may be a callback."""
-        if self.outcome == ACTIVE:
-            self._resolve(DONE, None)
 
     # -- life of the slot
 
     cdef int _resolve(self, int outcome, object exc) except -1:
         """The only place where an outcome is set (C4)."""
         cdef object callback = self.callback, context = self.context, pair
-        cdef Hub core = self.core
+        cdef CoreBase core = self.core
         self.outcome = outcome
-        core.in_flight -= 0 if self.control else 1
+        core.n_in_flight -= 0 if self.control else 1
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -301,18 +309,18 @@ cdef class Transfer:
         if outcome == FAILED:
             self.exc = exc
             if not self.control:
-                self.unretrieved = _Unretrieved(core.loop, repr(self), exc)
+                self.unretrieved = _Unretrieved(core.event_loop, repr(self), exc)
         self.callback = self.context = None
         callbacks, self.callbacks = self.callbacks, None
-        # Only a task's own wake-up may run at once: other callbacks may rely on call_soon's order.
+        # Only a task's own wake-up may run at once, because other callbacks may rely on the order of call_soon.
         cdef bint direct = core.direct and isinstance(getattr(callback, "__self__", None), Task)
         if callback is not None and not direct:
             core.call_soon(callback, self, context=context)
         for pair in callbacks or ():
             core.call_soon(pair[0], self, context=pair[1])
-        # Last, for what the task raises (KeyboardInterrupt, SystemExit) passes through here.
+        # Last, because exceptions of the task (KeyboardInterrupt, SystemExit) pass through here.
         if direct:
-            core.direct = False  # now one is current; what it cancels or wakes must wait for the loop
+            core.direct = False  # now a task is current; those that it cancels or wakes must wait for the loop
             try:
                 direct = _resume(callback, context, self)
             finally:
@@ -322,31 +330,26 @@ cdef class Transfer:
         return 0
 
     cdef bint _stop(self) except -1:
-        """Asks the driver to give up, and answers whether it will; what that means for the memory comes with the release."""
+        """Ask the driver to give up and return whether it will; the release says when the memory is free."""
         cdef const hxa_driver *table
-        if self.flying and self.device is None and self.link is not None and self.link.link != NULL:
+        if self.held and self.device is None and self.link is not None and self.link.link != NULL:
             table = self.link.driver.table
             if table.cancel != NULL:
                 return table.cancel(self.link.link, &self.op)
         return False
 
     cdef bint _waits(self) noexcept:
-        """Whether the driver has not come to it yet, for others or a limit: then it is not stalled."""
+        """Return True while the driver only keeps it waiting, behind others or a limit: then it is not stalled."""
         cdef const hxa_driver *table = self.link.driver.table
-        return (self.flying and self.device is None and self.link.link != NULL and table.waits != NULL
+        return (self.held and self.device is None and self.link.link != NULL and table.waits != NULL
                 and table.waits(self.link.link, &self.op))
 
     cdef bint _abandonable(self) noexcept:
-        """Whether the driver can be made to give the memory back in bounded time, and was not told to yet."""
-        return (self.flying and not self.abandoned and self.device is None and self.link.link != NULL
+        """Return True if the driver can be told to release the memory in bounded time, and was not told so yet."""
+        return (self.held and not self.abandoned and self.device is None and self.link.link != NULL
                 and self.link.driver.table.abandon != NULL)
 
-    def _expire(self, double seconds):
-        """The caller's timeout passed."""
-        self.timer = None
-        self._time_out(f"did not finish within its timeout of {seconds:g} s")
-
-    def _time_out(self, str why):
+    cdef int _time_out(self, str why) except -1:
         cdef bint stopped = False
         if self.outcome == ACTIVE:
             exc = errors.TransferTimeoutError(
@@ -361,14 +364,14 @@ cdef class Transfer:
             self.link.driver.table.abandon(self.link.link, &self.op)
 
     cdef object _failed_row(self):
-        """The number of the copy that failed, as the program listed it, or None."""
+        """Return the number of the copy that failed, as the program listed it, or None."""
         cdef int64_t index = self.op.failed
         if type(self.local) is Batch:
             index = (<Batch>self.local)._row(index)
         return index if index >= 0 else None
 
     cdef int _unpin(self) except -1:
-        """Lets go of everything that the flight held; called once, at the release or when submit was refused or done."""
+        """Let go of the memory; called once, at the release or when the submit was refused or finished inside the call."""
         cdef Memory memory
         cdef object local = self.local
         self.local = None
@@ -391,7 +394,7 @@ cdef class Transfer:
 
 
 cdef bint _resume(object callback, object context, Transfer transfer) except -1:
-    """Runs a task's wake-up now, in its context; False if that context is entered already."""
+    """Run a task's wake-up now, in its context; return False if that context is entered already."""
     try:
         PyContext_Enter(context)
     except RuntimeError:
@@ -411,9 +414,9 @@ cdef PySendResult _transfer_send(PyObject *me, PyObject *value, PyObject **resul
         self.cost = 0  # others run meanwhile
         out = self
     elif self.outcome == DONE:
-        if self.cost and self.core.credit <= 0:
+        if self.cost and self.core.budget <= 0:
             # C8: a bare yield sends the task once around the loop; the next send brings the result.
-            self.core.credit = CREDIT
+            self.core.budget = BUDGET
             self.cost = 0
             out = None
         else:
@@ -435,3 +438,32 @@ cdef PySendResult _transfer_send(PyObject *me, PyObject *value, PyObject **resul
 
 
 hxa_set_am_send(Transfer, _transfer_send)
+
+
+cdef Transfer new_transfer(CoreBase core):
+    """Return an empty slot."""
+    cdef Transfer transfer = Transfer.__new__(Transfer)
+    transfer.core = core
+    return transfer
+
+
+cdef object _refuse_transfer(PyTypeObject *kind, PyObject *args, PyObject *kwargs):
+    raise TypeError("a transfer is made by engine.read, engine.write or engine.submit")
+
+
+hxa_seal(Transfer, _refuse_transfer)
+
+
+# -- for the core and the engine package
+
+def wake(Transfer waiter not None):
+    """End a wait that `in_flight.new_waiter` began.  Idempotent."""
+    if waiter.link is not None:
+        raise TypeError(f"{waiter!r} is no waiter; only its driver can end it")
+    if waiter.outcome == ACTIVE:
+        waiter._resolve(DONE, None)
+
+
+def _end_wait(waiter, _=None):
+    """Wake a waiter; a callback of futures and timers."""
+    wake(waiter)

@@ -1,7 +1,24 @@
 // The HIXL driver: transfers between Ascend NPUs, and whatever else `libcann_hixl.so` reaches.
 //
-// HIXL's transfers are requests that somebody has to ask about again and again, its other calls block, and a failure
-// costs the whole connection.  This driver hides that: see hixl/hixl.hpp for the parts.
+// HIXL's transfers are requests that have to be asked about again and again, its other calls block, and a failure costs
+// the whole connection.  This driver hides that.  The parts, each of which uses only those above it:
+//
+//   abi, library        our mirror of HIXL's types; finding and loading it
+//   options, json       what `open` takes;  address, number: texts
+//   status              codes, and what to do about them
+//   thread_pool         threads, strands, the watchdog;  sync: locks and time;  call_lock: calls that exclude each other
+//   notes               notifications as numbered records in frames;  protocol: messages between two drivers
+//   request             the requests that HIXL has
+//   instance            one engine of HIXL, and what its parts share
+//   link.hpp            one peer's use of an endpoint;  doorbell: makes the loop poll it
+//   operation           one accepted op
+//   notification_io     sending and fetching notifications
+//   request_queue       submitting requests, asking about them, finishing ops
+//   connection          HIXL's Connect and Disconnect;  sockets: ends calls that wait for a peer
+//   endpoint            one remote engine: connected, renewed, cut, given up
+//   memory, host_memory mem_*: memory that is allocated, registered, imported, released
+//   link                link_*: cards, messages, submit, stop, fence, poll
+//   life, about         opening, starting, ending; facts about an instance
 //
 // Options (strings):
 //   library             file or folder of libcann_hixl.so     default ASCEND_HOME_PATH, usual roots, loader's path
@@ -18,22 +35,24 @@
 //   request_descriptors most in one request                   1..65536, default 4096
 //   pending_notes       notifications per link that may wait  default 1024
 //   spin_us             spinning before sleeping              default 50; 0 where there is one CPU
-//   poll_max_us         longest sleep between two looks       default 500
+//   poll_max_us         longest sleep between two polls       default 500
 //   notes_poll_ms       the same for notifications            default 20
 //   threads             most                                  default 64
-// and every option of HIXL by its own name: BufferPool, GlobalResourceConfig, AutoConnect, LocalCommRes,
-// EnableUseFabricMem, RdmaTrafficClass, RdmaServiceLevel, with or without "adxl.".
+// All other options go to HIXL's Initialize as they are: BufferPool, GlobalResourceConfig, AutoConnect, LocalCommRes,
+// EnableUseFabricMem, RdmaTrafficClass, RdmaServiceLevel, with or without "adxl."; of others a warning tells.
 #include "hxa_module.h"
 
 #include <new>
 
-#include "hixl/instance.hpp"
+#include "hixl/about.hpp"
+#include "hixl/life.hpp"
 #include "hixl/link.hpp"
 #include "hixl/memory.hpp"
+#include "hixl/status.hpp"
 
 namespace {
 
-// No exception may pass into C; the only one that is expected is a lack of memory.
+// No exception may pass into C.  Only a lack of memory is expected to raise one.
 template <auto function, class... Arguments>
 int guarded(Arguments... arguments) noexcept {
     try {

@@ -204,7 +204,7 @@ static const char *shm_error_text(int32_t status, int32_t native) {
         [HXA_E_UNSUPPORTED] = "the shm driver cannot do that",
         [HXA_E_NOMEM] = "memory, descriptors, threads or address space ran out",
         [HXA_E_BUSY] = "too many notifications wait for the peer to read, or a fence is already under way",
-        [HXA_E_LINK] = "the link is down, stopped or fenced, or the peer is gone",
+        [HXA_E_LINK] = "the link is down",
         [HXA_E_CANCELLED] = "cancelled before all of it was done",
         [HXA_E_TIMEOUT] = "timed out",
         [HXA_E_PROTOCOL] = "the peer sent what no shm driver of this version sends",

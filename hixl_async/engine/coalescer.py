@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..core.batch import Batch
+from ..core.batch import Batch, link_of
+from ..core.in_flight import must_be_open, settled
 from ..errors import ClosedError, HixlError
 
 if TYPE_CHECKING:
@@ -68,16 +69,16 @@ class Coalescer:
         return self._add("write", local, remote)
 
     def _add(self, verb: Literal["read", "write"], local: Any, remote: Any) -> asyncio.Future[int]:
-        self._core._must_be_open()
+        must_be_open(self._core)
         if self._closed:
             raise ClosedError("this coalescer is closed; nothing can be added to it")
-        checked = Batch(verb, [(local, remote)])
+        link = link_of(Batch(verb, [(local, remote)]))
         if not self._collected:
             self._core.loop.call_soon(self.flush)
-        copies = self._collected.setdefault((verb, checked.link), [])
+        copies = self._collected.setdefault((verb, link), [])
         copies.append(_Copy(local, remote, self._core.loop.create_future()))
-        if len(copies) == min(MOST, checked.link.driver.descriptor_limit):
-            self._send(verb, self._collected.pop((verb, checked.link)))
+        if len(copies) == min(MOST, link.driver.descriptor_limit):
+            self._send(verb, self._collected.pop((verb, link)))
         return copies[-1].landed
 
     def flush(self) -> None:
@@ -149,7 +150,7 @@ class Coalescer:
         if error is not None:
             for transfer in list(self._flying):
                 transfer.cancel()
-        interruption = await self._core._all_over(list(self._flying))
+        interruption = await settled(self._core, list(self._flying))
         if self._landing:
             await asyncio.wait(self._landing)
         if interruption is not None:

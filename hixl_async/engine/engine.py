@@ -13,9 +13,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from .. import drivers
+from .. import _core
 from .._core import Core
 from ..control import Identity, Listener
-from ..core import torch_device
+from ..core import in_flight, torch_device
 from ..core.device_copies import DeviceCopies
 from ..core.link import (
     CAP_NOTIFY,
@@ -44,7 +45,7 @@ from .host import Handler, Host
 from .notifications import Subscription, Topics
 from .peer import Peer
 from .peers import Peers
-from .region import Operand, Region, operand
+from .region import Region, operand
 from .region_table import RegionTable
 from .subscription_queue import Feed
 
@@ -126,7 +127,7 @@ class Engine(Core):
             core=self,
             config=self.config,
             identity=self._identity,
-            check_open=self._must_be_open,
+            check_open=lambda: in_flight.must_be_open(self),
             check=self._must_be_here,
             spawn=self._spawn,
             shared_drivers=self._shared_drivers,
@@ -136,7 +137,7 @@ class Engine(Core):
         )
         self._peers = Peers(self._host)
         self._regions = RegionTable(self, self._drivers, self._peers, self._host)
-        self._device_copies = DeviceCopies(self, torch_device.pin, torch_device.copy)
+        _core.set_object_support(self, operand, DeviceCopies(self, torch_device.pin, torch_device.copy).begin)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._close_callbacks: list[Callable[[], None]] = []
         self._topics: Topics | None = None
@@ -159,7 +160,9 @@ class Engine(Core):
         loop = asyncio.get_running_loop()
         try:
             config = self.config
-            self._open(loop, self._on_event, config.stall, config.notify_batch_size, config.max_bytes_in_flight or 0)
+            in_flight.start(
+                self, loop, self._on_event, config.stall, config.notify_batch_size, config.max_bytes_in_flight or 0
+            )
             self._topics = Topics(self, self.config.notification_limit)
             for name, options in self.config.drivers.items():
                 capsule, settings = drivers.resolve(name, options)
@@ -178,7 +181,7 @@ class Engine(Core):
             )
         except BaseException as error:
             # The original error is the one to show.
-            self._refuse_work()
+            in_flight.refuse_work(self)
             if self.loop is not None:
                 await asyncio.shield(self.loop.create_task(self._end_drivers(loop.time() + self.config.close_timeout)))
             if isinstance(error, OSError) and not isinstance(error, HixlError):  # out of descriptors, most likely
@@ -218,7 +221,7 @@ class Engine(Core):
         return self._closing
 
     async def _close(self) -> None:
-        self._refuse_work()
+        in_flight.refuse_work(self)
         until = self.loop.time() + self.config.close_timeout + LINGER
         for callback in self._close_callbacks:
             try:
@@ -234,7 +237,7 @@ class Engine(Core):
         self._regions.close()
         for peer, leaked in self._peers.give_up():
             self._report(f"{leaked!r} is leaked: {peer!r}, whose death is not confirmed, may still write it")
-        drained = self._all_drained()
+        drained = in_flight.all_drained(self)
         await self._wait([drained, *self._tasks], until)
         for waiting in (drained, *self._tasks):
             waiting.cancel()
@@ -244,16 +247,16 @@ class Engine(Core):
 
     async def _end_drivers(self, until: float) -> None:
         """Waits until drivers have let go of everything, and closes them; what they hold after that is leaked (C7)."""
-        while self.pinned and self.loop.time() < until:
-            drained = self._all_drained()  # the end of one thing may be the beginning of another
+        while in_flight.counters(self)["pinned"] and self.loop.time() < until:
+            drained = in_flight.all_drained(self)  # the end of one thing may be the beginning of another
             await self._wait([drained], until)
             drained.cancel()
-        if not self.pinned:
+        if not in_flight.counters(self)["pinned"]:
             ends = [self.loop.create_task(self._shut_down(driver)) for driver in self._started]
             await self._wait(ends, max(until, self.loop.time() + LINGER))
             for end in ends:
                 end.cancel()
-        held = self._finish()
+        held = in_flight.finish(self)
         if held:
             self._report(f"{self!r}: drivers still held the memory of {held} transfers or calls at close; it is leaked")
         else:
@@ -289,7 +292,7 @@ class Engine(Core):
     def _must_be_here(self) -> None:
         """Raises what any call in a foreign loop, or in a child of fork(), raises; a closed engine will do."""
         if self.forked or running_loop() is not self.loop:
-            self._refuse()
+            in_flight.refuse(self)
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the engine begins to close."""
@@ -301,6 +304,14 @@ class Engine(Core):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    # -- transfers
+
+    # Named here, where one looks for them, and not wrapped: a Python function around them would cost as much as they do.
+    read = Core.read
+    write = Core.write
+    submit = Core.submit
+    drained = Core.drained
 
     # -- who and where
 
@@ -350,7 +361,7 @@ class Engine(Core):
         :raises BusyError: if 4096 regions are exported already, the most that a peer takes note of.
         :raises DriverError: if there is not enough memory.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         return self._regions.allocate(name, size, access, grant)
 
     def register(
@@ -375,19 +386,13 @@ class Engine(Core):
         :raises BusyError: if 4096 regions are exported already, the most that a peer takes note of.
         :raises DriverError: if no driver can register memory that exists already.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         return self._regions.register(name, buffer, access, grant)
 
     @property
     def regions(self) -> dict[str, Region]:
         """This engine's regions by name."""
         return self._regions.by_name()
-
-    def _begin_on_device(self, transfer: Transfer) -> None:
-        self._device_copies.begin(transfer)
-
-    def _address_of(self, local: Any, writable: bool) -> Operand:
-        return operand(local, writable)
 
     # -- peers
 
@@ -409,7 +414,7 @@ class Engine(Core):
         :raises InvalidArgumentError: if `address` is malformed or this engine's own.
         :raises ClosedError: if this engine is closed meanwhile.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         where = parse_address(address)
         seconds = self.config.connect_timeout if timeout is None else timeout
         seconds = positive_seconds("timeout", seconds)
@@ -419,7 +424,7 @@ class Engine(Core):
 
     def accepted(self) -> Feed[Peer]:
         """Peers that connect to this engine from now on: ``async for peer in engine.accepted()``."""
-        self._must_be_open()
+        in_flight.must_be_open(self)
         return self._peers.accepted()
 
     def _shared_drivers(self, theirs: Sequence[str], same_host: bool) -> list[Driver]:
@@ -436,7 +441,7 @@ class Engine(Core):
             function.  A `HixlError` that it raises reaches the caller with its type.
         :raises InvalidArgumentError: if `service` is taken.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         if not isinstance(service, str) or not service or not callable(handler):
             raise InvalidArgumentError(f"serve takes a name and a function, not {service!r} and {handler!r}")
         if service in self._services:
@@ -456,10 +461,10 @@ class Engine(Core):
         :raises InvalidArgumentError: if topic and payload are over the driver's limit.
         :raises PeerDownError: if the peer is down.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         if not isinstance(peer, Peer) or peer._host is not self._host:
             raise InvalidArgumentError(f"peer must be a peer of this engine, not {peer!r}")
-        return self._post_note(peer._link(CAP_NOTIFY, "notify"), (topic, payload))
+        return _core.notify(self, peer._link(CAP_NOTIFY, "notify"), (topic, payload))
 
     def notifications(self, topic: str | None = None, *, limit: int | None = None) -> Subscription:
         """The notifications of `topic` from now on, in an async iterator; those that nobody has taken yet come first.
@@ -468,7 +473,7 @@ class Engine(Core):
         :param limit: messages kept before new ones are dropped and counted.  Whatever it is, a queue holds 16 MiB, in which a
             message counts its bytes and 256 more.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         assert self._topics is not None
         return self._topics.subscribe(topic, limit)
 
@@ -484,28 +489,28 @@ class Engine(Core):
         :raises InvalidArgumentError: if it is no number of bytes.
         :raises ClosedError: if the engine is closed meanwhile.
         """
-        self._must_be_open()
+        in_flight.must_be_open(self)
         if not isinstance(nbytes, int) or not 0 <= nbytes < 1 << 62:
             raise InvalidArgumentError(f"nbytes must be a number of bytes, not {nbytes!r}")
-        if (pause := self._breathe()) is not None:
+        if (pause := in_flight.checkpoint(self)) is not None:
             await pause
-        waiter = self._room(nbytes)
+        waiter = in_flight.wait_for_room(self, nbytes)
         if waiter is not None:
             try:
                 await waiter
             except asyncio.CancelledError:
-                self._next_in_crowd()
+                in_flight.admit_waiters(self)
                 raise
-            self._must_be_open()
+            in_flight.must_be_open(self)
 
     def coalesce(self) -> Coalescer:
         """Many small copies sent as few batches: ``async with engine.coalesce() as few: few.write(a, b)``; see `Coalescer`."""
-        self._must_be_open()
+        in_flight.must_be_open(self)
         return Coalescer(self)
 
     def group(self) -> Group:
         """Structured transfers: ``async with engine.group() as group: group.write(a, b)``; see `Group`."""
-        self._must_be_open()
+        in_flight.must_be_open(self)
         return Group(self)
 
     def _on_event(self, driver: Driver, kind: int, cookie: int, status: int, topic: bytes, data: bytes) -> None:
@@ -529,22 +534,12 @@ class Engine(Core):
 
     def stats(self) -> EngineStats:
         """Counters and gauges; every gauge is zero again when all work is done and everything closed."""
-        transfers, inline, nbytes, failed, wakeups = self._counters()
         topics = self._topics
         return EngineStats(
-            transfers=transfers,
-            inline=inline,
-            bytes=nbytes,
-            failed=failed,
-            in_flight=self.in_flight,
-            pinned=self.pinned,
-            bytes_in_flight=self.bytes_in_flight,
-            regions=self.local_memories,
-            remote_regions=self.remote_memories,
+            **in_flight.counters(self),
             peers=len(self._peers),
             notifications=topics.received if topics is not None else 0,
             notifications_dropped=topics.dropped if topics is not None else 0,
-            wakeups=wakeups,
         )
 
     def driver_stats(self) -> dict[str, dict[str, int]]:
@@ -571,7 +566,7 @@ class Engine(Core):
         if self._listener is not None:
             self._listener.abandon()
         self._peers.abandon()
-        self._after_fork()
+        in_flight.after_fork(self)
 
 
 def _pong(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from ..core.in_flight import settled
 from ..errors import ClosedError
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Group:
             others = self._task.uncancel()
             if isinstance(error, asyncio.CancelledError) and not others:
                 error = None
-        interruption = await self._core._all_over(self._transfers)
+        interruption = await settled(self._core, self._transfers)
         failures = [
             failure
             for transfer in self._transfers

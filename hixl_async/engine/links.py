@@ -37,7 +37,7 @@ class Links:
     :param cookie: the number by which drivers know the peer.
     :param announce: tells the peer that it may submit; called once, when all drivers that can be linked are.
     :param come_up: called once, when both sides may submit.
-    :param explain: returns why links to the peer are down, if that is known.
+    :param explain: returns why links to the peer are down, and True if its process has ended; None where that is not known.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Links:
         cookie: int,
         announce: Callable[[], None],
         come_up: Callable[[], None],
-        explain: Callable[[], str | None],
+        explain: Callable[[], tuple[str, bool] | None],
     ) -> None:
         self._session = session
         self._cookie = cookie
@@ -118,7 +118,7 @@ class Links:
         if not drivers:
             raise NoRouteError(
                 f"no driver reaches {session.name!r}: it has {', '.join(session.identity.drivers) or 'none'}"
-                + ("" if session.connection.same_host else ", and it is not known to be on this host (no Unix socket)"),
+                + ("" if session.connection.same_host else f", and there is no Unix socket to it: {session.connection.fallback}"),
                 peer=session.name,
             )
         self._unjoined = {driver.name for driver in drivers}

@@ -22,6 +22,7 @@ from typing import Any
 
 from ..control import Connection, Identity
 from ..core.link import Driver, Link
+from ..core.memory import link_of
 from ..errors import ClosedError, HixlError, InvalidArgumentError, PeerDownError, ProtocolError
 from ..types import Access, Address, PeerState
 from .arguments import positive_seconds
@@ -145,11 +146,12 @@ class Peer:
         """
         if isinstance(region, str):
             region = self._imports.imported(region)
-        if not isinstance(region, RemoteRegion) or region.link not in self._links:
+        link = link_of(region) if isinstance(region, RemoteRegion) else None
+        if link is None or link not in self._links:
             raise InvalidArgumentError(f"region must be one of peer {self.name!r}, or the name of one, not {region!r}")
-        others = [name for name in self._links.names if name != region.link.driver.name]
+        others = [name for name in self._links.names if name != link.driver.name]
         rest = f"; also linked: {', '.join(others)}" if others else ", the only one that both sides share"
-        return f"{region.link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"
+        return f"{link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"
 
     def limit_bandwidth(self, bytes_per_second: float | None) -> None:
         """Limit the bandwidth of reads and writes together from now on.
@@ -386,11 +388,10 @@ class Peer:
         """Handle the end of the peer's process: its pidfd is readable."""
         self._unwatch_process()
         self._session.mark(Mark.DEAD)
-        error = PeerDownError(f"the process of peer {self.name!r} ended", peer=self.name)
-        error.confirmed_dead = True
+        error = self._death()
+        self._session.cause = error  # before the links report what the death has ended
         self._links.peer_died()
         if self.state is PeerState.DOWN:
-            self._session.error = error
             self._tell_lost()
         else:
             self._lose(error)
@@ -410,11 +411,20 @@ class Peer:
             self._died()
         return self.state is PeerState.UP
 
-    def _explain(self) -> str | None:
-        """Return why links to the peer are down, if known; ask the kernel, because transfers may fail before the loop hears."""
+    def _explain(self) -> tuple[str, bool] | None:
+        """Return why links to the peer are down, and True if its process has ended; None where that is not known.
+
+        It asks the kernel, because transfers may fail before the loop hears of the end.
+        """
         if self.confirmed_dead or (self._pidfd is not None and _has_ended(self._pidfd)):
-            return "its process ended"
-        return None if self.error is None else str(self.error)
+            return str(self._death()), True
+        cause = self._session.cause
+        return None if cause is None else (str(cause), False)
+
+    def _death(self) -> PeerDownError:
+        error = PeerDownError(f"the process of peer {self.name!r} ended", peer=self.name)
+        error.confirmed_dead = True
+        return error
 
     def _unwatch_process(self) -> None:
         if self._pidfd is not None:
@@ -433,14 +443,15 @@ class Peer:
         if self.state is PeerState.CONNECTING:
             self._links.do_without(driver.name, error)
         elif self.state is PeerState.UP and self._links.get(driver.name) is not None:
-            self._begin_closing()
+            self._begin_closing(error)
             self._end(self._part(error, text))
 
     def _on_link_down(self, message: Incoming) -> None:
         """Handle the peer's word that a link broke at its side; its goodbye takes as long as its work."""
         text = message.text("text")[:FAILURE_LIMIT]
-        self._begin_closing()
-        self._end(self._part(PeerDownError(f"peer {self.name!r} lost its link to us: {text}", peer=self.name)))
+        error = PeerDownError(f"peer {self.name!r} lost its link to us: {text}", peer=self.name)
+        self._begin_closing(error)
+        self._end(self._part(error))
 
     def _lose(self, error: HixlError) -> None:
         """End the peer, because nothing more can be expected of it: fail all waits for it, and stop our work for it."""
@@ -466,9 +477,10 @@ class Peer:
 
     def _close(self) -> asyncio.Task[None]:
         self._host.check()
+        error = ClosedError(f"the connection to {self.name!r} was closed here", peer=self.name)
         if self.state is PeerState.UP:
-            self._begin_closing()
-        return self._end(self._leave())
+            self._begin_closing(error)
+        return self._end(self._leave(error))
 
     def _end(self, how: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """End the peer in this way, unless it is ending already."""
@@ -478,13 +490,12 @@ class Peer:
             how.close()
         return self._ending
 
-    def _begin_closing(self) -> None:
-        self._session.change(PeerState.CLOSING)
+    def _begin_closing(self, cause: HixlError) -> None:
+        self._session.change(PeerState.CLOSING, cause)
         self._links.refuse()
 
-    async def _leave(self) -> None:
+    async def _leave(self, error: ClosedError) -> None:
         """End the connection because we leave."""
-        error = ClosedError(f"the connection to {self.name!r} was closed here", peer=self.name)
         if self.state is PeerState.CLOSING:
             close_timeout = self._host.config.close_timeout
             until = self._loop.time() + close_timeout
@@ -528,8 +539,9 @@ class Peer:
         if not self._session.has(Mark.DOWN):
             self._session.mark(Mark.GOODBYE)
         if self.state is PeerState.UP:
-            self._begin_closing()
-            self._end(self._part(PeerDownError(f"peer {self.name!r} left", peer=self.name)))
+            error = PeerDownError(f"peer {self.name!r} left", peer=self.name)
+            self._begin_closing(error)
+            self._end(self._part(error))
         self._become_harmless()
 
     def _holds_nothing(self) -> None:
@@ -542,6 +554,7 @@ class Peer:
         if self.state is PeerState.DOWN:
             return
         self._session.change(PeerState.DOWN, error)
+        self._links.refuse()
         if not self._links.ready.done():
             self._links.ready.set_exception(error)
             self._links.ready.exception()  # retrieved, because perhaps no task waits for it any more

@@ -127,10 +127,7 @@ class Peers:
         if dialling.cancelled() or host.core.closed:
             _drop(dialling)
             raise ClosedError("the engine was closed while it connected")
-        try:
-            return dialling.result()
-        except ProtocolError as error:
-            raise HandshakeError(str(error), peer=error.peer) from error
+        return dialling.result()
 
     async def _bring_up(self, peer: Peer, until: float) -> Peer:
         try:

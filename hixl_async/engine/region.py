@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..core.memory import LocalMemory, RemoteMemory
+from ..core.memory import LocalMemory, RemoteMemory, link_of
 from ..errors import BufferTypeError, ClosedError, DriverError, InvalidArgumentError
 from ..types import Access, AccessLike
 from .closing import Closing
@@ -170,7 +170,8 @@ class RemoteRegion(RemoteMemory):
         self.access = access
 
     def __repr__(self) -> str:
-        owner = f" of {self.link.peer!r}" if self.link is not None else ""
+        link = link_of(self)
+        owner = f" of {link.peer!r}" if link is not None else ""
         closed = "" if self.alive else ", closed"
         return f"<RemoteRegion {self.name!r}{owner} {self.size} bytes, access={self.access}{closed}>"
 

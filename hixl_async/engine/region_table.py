@@ -7,9 +7,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .. import _core
 from .._core import Core
+from ..core import memory
 from ..core.link import CAP_ALLOC, CAP_REGISTER, Driver
-from ..core.memory import LocalMemory, Slice
+from ..core.memory import LocalMemory, LocalSlice
 from ..errors import BusyError, DriverError, HixlError, InvalidArgumentError, RangeError
 from ..types import Access, AccessLike, PeerState
 from .closing import Closing
@@ -64,7 +66,7 @@ class RegionTable:
         if allocator is None:
             names = ", ".join(self._drivers)
             raise DriverError(f"none of the drivers ({names}) allocates memory; register a buffer of yours")
-        self._core._adopt(region, allocator, size, int(region.access))
+        _core.allocate(self._core, region, allocator, size, int(region.access))
         self._introduce(region, allocator)
         return self._enter(region)
 
@@ -72,10 +74,10 @@ class RegionTable:
         """See `Engine.register`."""
         rights = self._check_new(name, access, grant)
         region = Region(self, name, rights, grant, borrowed=True)
-        if isinstance(buffer, LocalMemory | Slice):
+        if isinstance(buffer, LocalMemory | LocalSlice):
             raise InvalidArgumentError(f"{buffer!r} is, or lies in, a region already; peers can be given that")
         if _has_buffer(buffer):
-            self._core._borrow(region, buffer, int(region.access))
+            _core.borrow(self._core, region, buffer, int(region.access))
         else:
             self._borrow_object(region, buffer)
         self._introduce(region, None)
@@ -103,11 +105,11 @@ class RegionTable:
         where = operand(obj, bool(region.access & Access.WRITE))
         owner: Any = where.owner
         if _has_buffer(owner):  # which also tells whether it may be written
-            self._core._borrow(region, owner, int(region.access))
+            _core.borrow(self._core, region, owner, int(region.access))
         elif where.size == 0:
             raise RangeError("the buffer is empty; there is nothing to register")
         else:
-            self._core._borrow_address(region, owner, where.address, where.size, int(region.access), where.device)
+            _core.borrow_address(self._core, region, owner, where.address, where.size, int(region.access), where.device)
 
     def _introduce(self, region: Region, allocator: Driver | None) -> None:
         """Make a region known to every driver that can use it."""
@@ -115,7 +117,7 @@ class RegionTable:
         try:
             for driver in self._drivers.values():
                 able = driver is not allocator and driver.capabilities & CAP_REGISTER
-                if able and self._core._register(region, driver):
+                if able and _core.register(self._core, region, driver):
                     known.append(driver)
             if not known:
                 names = ", ".join(self._drivers)
@@ -125,13 +127,13 @@ class RegionTable:
                 if (pending := self._registration(region, driver)) is not None:
                     region.registrations[driver.name] = pending
         except BaseException:
-            region.retire()
+            memory.retire(region)
             raise
 
     def _registration(self, region: Region, driver: Driver) -> asyncio.Future[DriverError | None] | None:
         """Return the outcome of a registration that takes its time: the reason why it failed, or None once it is done."""
         try:
-            registration = region.registration(driver)
+            registration = memory.registration(region, driver)
         except HixlError as error:  # it has failed already, which is no other failure than a later one
             outcome = self._core.loop.create_future()
             outcome.set_result(_unusable(region, driver, error))
@@ -198,7 +200,7 @@ class RegionTable:
 
     def _forget(self, region: Region) -> None:
         del self._numbers[region.number], self._names[region.name]
-        region.retire()
+        memory.retire(region)
 
 
 def _unusable(region: Region, driver: Driver, error: HixlError) -> DriverError:

@@ -21,6 +21,7 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..core import memory
 from ..core.link import Link
 from ..errors import (
     AccessError,
@@ -121,13 +122,13 @@ class Exports:
             if not isinstance(link, Link):
                 self._waiting[number] = self._session.spawn(self._give_later(call, number, link))
                 return
-            card, fds = region.export(link.driver, int(access))
+            card, fds = memory.export(region, link.driver, int(access))
         except HixlError as error:
             self._rpc.fail(call, error)
             return
         before = self._given.get(number)
         if before is None:
-            region.pin()
+            memory.pin(region)
         self._given[number] = _Export(region, access | (before.access if before else Access.NONE))
         body = {"call": call, "driver": link.driver.name, "card": binary_text(card), "size": region.size}
         self._session.tell("region.card", {**body, "access": int(access)}, fds)
@@ -136,7 +137,7 @@ class Exports:
         """Return the first link that can carry the region, or the registration on which that depends."""
         failure = None
         for link in self._links:
-            if not region.known_to(link.driver):
+            if not memory.known_to(region, link.driver):
                 continue
             registration = region.registrations.get(link.driver.name)
             if registration is None:
@@ -164,7 +165,7 @@ class Exports:
             waiting.cancel()  # the peer has given up
         export = self._given.pop(number, None)
         if export is not None:
-            export.region.unpin()
+            memory.unpin(export.region)
             if not self._given:
                 self._idle()
 
@@ -172,7 +173,7 @@ class Exports:
         """Unpin all regions, because the peer can no longer touch them."""
         given, self._given = self._given, {}
         for export in given.values():
-            export.region.unpin()
+            memory.unpin(export.region)
 
     def give_up(self) -> list[Region]:
         """Unpin what is ours alone, because the engine ends although the peer may still write.
@@ -278,7 +279,7 @@ class Imports:
             answer.drop()
         remote = RemoteRegion(name, Access(access))
         try:
-            await remote.map(link, card, fds, size, access)
+            await memory.import_remote(remote, link, card, fds, size, access)
             session.must_be_up()
             offer = self._offers.get(name)
             if offer is None or offer.number != number:
@@ -286,7 +287,7 @@ class Imports:
                     f"region {name!r} of {session.name!r} was closed while it was imported", peer=session.name
                 )
         except BaseException:
-            remote.retire()
+            memory.retire(remote)
             raise
         self._used[number] = remote
         return remote
@@ -315,12 +316,12 @@ class Imports:
             self._tasks.pop(name, None)
         remote = self._used.pop(number, None)
         if remote is not None:
-            remote.retire()
+            memory.retire(remote)
             remote.released().add_done_callback(lambda _: self._session.tell("region.gone", {"id": number}))
 
     def lose(self) -> None:
         """End all waits and retire all imported regions, because the peer is down."""
         self._waiters.wake_all()
         for remote in self._used.values():
-            remote.retire()
+            memory.retire(remote)
         self._used.clear()

@@ -64,8 +64,8 @@ class Session:
         self.spawn = spawn
         self.lose = lose
         self.state = PeerState.CONNECTING
-        #: Why the peer is down, or None.
-        self.error: HixlError | None = None
+        #: Why the connection ends, or None; known before the peer is DOWN.
+        self.cause: HixlError | None = None
         self._check = check
         self._marks = Mark(0)
         self._waiters = Waiters(loop)
@@ -77,11 +77,16 @@ class Session:
 
     # -- state
 
-    def change(self, state: PeerState, error: HixlError | None = None) -> None:
-        """Enter a state; DOWN needs the error that explains it."""
+    @property
+    def error(self) -> HixlError | None:
+        """Why the peer is down, or None."""
+        return self.cause if self.state is PeerState.DOWN else None
+
+    def change(self, state: PeerState, cause: HixlError | None = None) -> None:
+        """Enter a state; CLOSING and DOWN need the error that explains them."""
         self.state = state
-        if error is not None:
-            self.error = error
+        if cause is not None:
+            self.cause = cause
         if state is PeerState.DOWN:
             self.mark(Mark.DOWN)
 
@@ -106,21 +111,21 @@ class Session:
     def must_be_up(self) -> None:
         """Return if requests and transfers may be sent.
 
-        :raises PeerDownError: if the peer is down.
-        :raises ClosedError: if the connection is coming up or closing, or was closed here.
+        :raises PeerDownError: if the peer is down, or leaves.
+        :raises ClosedError: if the connection is coming up, or was closed here.
         :raises WrongLoopError: if the caller is not in the engine's loop.
         :raises EngineForkedError: in a child of fork().
         """
         self._check()
-        if self.error is not None:
+        if self.cause is not None:
             raise self.down_error()
         if self.state is not PeerState.UP:
             raise ClosedError(f"the connection to peer {self.name!r} is {self.state.value}", peer=self.name)
 
     def down_error(self) -> HixlError:
-        """Return a fresh exception that says why the peer is down; a shared one would collect tracebacks of all callers."""
-        assert self.error is not None
-        fresh = type(self.error)(str(self.error), peer=self.name)
+        """Return a fresh exception that says why the connection ends; a shared one would collect tracebacks of all callers."""
+        assert self.cause is not None
+        fresh = type(self.cause)(str(self.cause), peer=self.name)
         if isinstance(fresh, PeerDownError):
             fresh.confirmed_dead = self.has(Mark.DEAD)
         return fresh

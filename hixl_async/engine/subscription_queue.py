@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Generic, Self, TypeVar
 
 from .._core import Core
-from ..core.transfer import Transfer
+from ..core import in_flight
+from ..core.transfer import Transfer, wake
 from ..errors import ClosedError
 
 __all__ = ["Feed", "Queue"]
@@ -48,7 +49,7 @@ class Queue(Generic[T]):
         entries.append((item, weight))
         self._weight += weight
         if self.waiter is not None:
-            self.waiter._wake()
+            wake(self.waiter)
         return True
 
     def take(self) -> T:
@@ -68,7 +69,7 @@ class Queue(Generic[T]):
     def wake(self) -> None:
         """Wakes the reader."""
         if self.waiter is not None:
-            self.waiter._wake()
+            wake(self.waiter)
 
 
 class Feed(Generic[T]):
@@ -101,14 +102,14 @@ class Feed(Generic[T]):
 
     async def __anext__(self) -> T:
         queue = self._queue
-        if queue._entries and (pause := self._core._breathe()) is not None:
+        if queue._entries and (pause := in_flight.checkpoint(self._core)) is not None:
             await pause
         while not queue._entries:
             if queue.closed:
                 raise StopAsyncIteration
             if queue.waiter is not None and not queue.waiter.done():
                 raise ClosedError(f"two tasks wait on one {type(self).__name__}; make one for each")
-            queue.waiter = self._core._waiter()
+            queue.waiter = in_flight.new_waiter(self._core)
             await queue.waiter
         return queue.take()
 

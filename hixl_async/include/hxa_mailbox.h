@@ -15,15 +15,15 @@
 
 #include "hxa_driver.h"
 
-typedef struct hxa_letter {        /* an event on its way to the loop */
-    struct hxa_letter *next;
+typedef struct hxa_event_node {        /* an event on its way to the loop */
+    struct hxa_event_node *next;
     hxa_event event;               /* topic and data point into text */
     uint8_t text[];
-} hxa_letter;
+} hxa_event_node;
 
 typedef struct hxa_mailbox {
     hxa_op *ops;                   /* newest first */
-    hxa_letter *letters;           /* newest first */
+    hxa_event_node *event_nodes;           /* newest first */
     int fd;                        /* eventfd, nonblocking: the loop's reader */
     uint32_t armed;                /* the consumer sleeps and wants a signal */
     uint64_t signals;              /* eventfd writes so far */
@@ -62,19 +62,19 @@ static inline void hxa_mailbox_post(void *ctx, hxa_op *op, uint32_t events) {
 /* sink->event. */
 static inline void hxa_mailbox_event(void *ctx, const hxa_event *event) {
     hxa_mailbox *box = (hxa_mailbox *)ctx;
-    hxa_letter *letter = (hxa_letter *)malloc(sizeof *letter + event->topic_len + event->data_len);
-    if (letter == NULL) {
+    hxa_event_node *node = (hxa_event_node *)malloc(sizeof *node + event->topic_len + event->data_len);
+    if (node == NULL) {
         __atomic_add_fetch(&box->lost, 1, __ATOMIC_RELAXED);
         return;
     }
-    letter->event = *event;
-    letter->event.topic = letter->text;
-    letter->event.data = letter->text + event->topic_len;
-    if (event->topic_len) memcpy(letter->text, event->topic, event->topic_len);
-    if (event->data_len) memcpy(letter->text + event->topic_len, event->data, event->data_len);
-    hxa_letter *head = __atomic_load_n(&box->letters, __ATOMIC_RELAXED);
-    do letter->next = head;
-    while (!__atomic_compare_exchange_n(&box->letters, &head, letter, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED));
+    node->event = *event;
+    node->event.topic = node->text;
+    node->event.data = node->text + event->topic_len;
+    if (event->topic_len) memcpy(node->text, event->topic, event->topic_len);
+    if (event->data_len) memcpy(node->text + event->topic_len, event->data, event->data_len);
+    hxa_event_node *head = __atomic_load_n(&box->event_nodes, __ATOMIC_RELAXED);
+    do node->next = head;
+    while (!__atomic_compare_exchange_n(&box->event_nodes, &head, node, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED));
     hxa_mailbox_signal(box);
 }
 
@@ -90,13 +90,13 @@ static inline hxa_op *hxa_mailbox_take_ops(hxa_mailbox *box) {
     return first;
 }
 
-static inline hxa_letter *hxa_mailbox_take_letters(hxa_mailbox *box) {
-    hxa_letter *letter = __atomic_exchange_n(&box->letters, NULL, __ATOMIC_ACQUIRE), *first = NULL;
-    while (letter != NULL) {
-        hxa_letter *next = letter->next;
-        letter->next = first;
-        first = letter;
-        letter = next;
+static inline hxa_event_node *hxa_mailbox_take_event_nodes(hxa_mailbox *box) {
+    hxa_event_node *node = __atomic_exchange_n(&box->event_nodes, NULL, __ATOMIC_ACQUIRE), *first = NULL;
+    while (node != NULL) {
+        hxa_event_node *next = node->next;
+        node->next = first;
+        first = node;
+        node = next;
     }
     return first;
 }
@@ -124,17 +124,17 @@ static inline void hxa_mailbox_clear(hxa_mailbox *box) {
 static inline int hxa_mailbox_arm(hxa_mailbox *box) {
     __atomic_store_n(&box->armed, 1, __ATOMIC_RELAXED);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&box->ops, __ATOMIC_RELAXED) == NULL && __atomic_load_n(&box->letters, __ATOMIC_RELAXED) == NULL) return 0;
+    if (__atomic_load_n(&box->ops, __ATOMIC_RELAXED) == NULL && __atomic_load_n(&box->event_nodes, __ATOMIC_RELAXED) == NULL) return 0;
     /* If a producer took the arm first, its signal is on the way and finds a consumer that has drained: harmless. */
     __atomic_store_n(&box->armed, 0, __ATOMIC_RELAXED);
     return 1;
 }
 
 static inline void hxa_mailbox_close(hxa_mailbox *box) {
-    for (hxa_letter *letter = hxa_mailbox_take_letters(box); letter != NULL;) {
-        hxa_letter *next = letter->next;
-        free(letter);
-        letter = next;
+    for (hxa_event_node *node = hxa_mailbox_take_event_nodes(box); node != NULL;) {
+        hxa_event_node *next = node->next;
+        free(node);
+        node = next;
     }
     if (box->fd >= 0) close(box->fd);
     box->fd = -1;

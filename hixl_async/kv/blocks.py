@@ -19,7 +19,7 @@ __all__ = ["Blocks", "LayerBlocks", "Reservation", "lease_of"]
 #: Seconds that a ticket waits for its producer, and that a stream waits for its next layer, where the caller says nothing.
 TTL, STALL = 60.0, 10.0
 
-#: Issues the ticket for a lease, with its ttl, stall and deadline in seconds.
+#: Issues the ticket for a lease, with its ttl, stall and timeout in seconds.
 Grant: TypeAlias = Callable[[Lease, float, float, float | None], Consumer]
 
 
@@ -80,7 +80,7 @@ class Blocks:
         return LayerBlocks(self, layer)
 
     def ticket(
-        self, *, ttl: float | None = None, stall: float | None = None, deadline: float | None = None
+        self, *, ttl: float | None = None, stall: float | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
         """Return the right to fill these blocks, once, as a JSON-safe dict for one producer; the same one at every call.
 
@@ -88,12 +88,12 @@ class Blocks:
 
         :param ttl: seconds within which the producer has to open it (60).
         :param stall: seconds without a new layer after which the open stream fails (10).
-        :param deadline: seconds from now after which the stream fails, whatever the progress; default none.
+        :param timeout: seconds from now after which the stream fails, whatever the progress; default none.
         :raises InvalidArgumentError: if the times are given again after the first call, or are not positive.
         :raises AccessError: if the pool's ``access`` does not let peers write.
         :raises ClosedError: if the blocks or the pool are closed.
         """
-        return self._grant(ttl, stall, deadline).ticket.body()
+        return self._grant(ttl, stall, timeout).ticket.body()
 
     def stream(self) -> LayerStream:
         """Return the layers as they land; the same object at every call.  Grants the ticket if `ticket` has not yet.
@@ -108,7 +108,7 @@ class Blocks:
             self._stream = weakref.ref(stream)
         return stream
 
-    def _grant(self, ttl: float | None, stall: float | None, deadline: float | None) -> Consumer:
+    def _grant(self, ttl: float | None, stall: float | None, timeout: float | None) -> Consumer:
         self._lease.check_open()
         context = self._lease.context
         if self._consumer is None:
@@ -116,12 +116,12 @@ class Blocks:
                 self._lease,
                 TTL if ttl is None else positive_seconds("ttl", ttl),
                 STALL if stall is None else positive_seconds("stall", stall),
-                None if deadline is None else positive_seconds("deadline", deadline),
+                None if timeout is None else positive_seconds("timeout", timeout),
             )
         elif context.closed:
             raise ClosedError(f"pool {context.name!r} is closed")
-        elif (ttl, stall, deadline) != (None, None, None):
-            raise InvalidArgumentError("ttl, stall and deadline are fixed by the first call of ticket() or stream()")
+        elif (ttl, stall, timeout) != (None, None, None):
+            raise InvalidArgumentError("ttl, stall and timeout are fixed by the first call of ticket() or stream()")
         return self._consumer
 
     async def fenced(self) -> None:

@@ -280,11 +280,11 @@ class Pool:
             )
         return PushStream(Producer(self._context, peer, parsed, timeout, self._registry), self)
 
-    def _grant(self, lease: Lease, ttl: float, stall: float, deadline: float | None) -> Consumer:
+    def _grant(self, lease: Lease, ttl: float, stall: float, timeout: float | None) -> Consumer:
         self._context.check_usable()
         if self._words is None:
             raise AccessError(f"pool {self.name!r} was made with an access that lets no peer write; use access='write'")
-        return self._registry.grant(lease, self._words, ttl, stall, deadline)
+        return self._registry.grant(lease, self._words, ttl, stall, timeout)
 
     # ---- life ----
 

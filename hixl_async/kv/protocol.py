@@ -86,7 +86,7 @@ class Verdict(Enum):
     FINISHED = "finished"
     #: One of the two sides gave up.
     ABORTED = "aborted"
-    #: A time limit passed: of the ticket, between two layers, of the whole stream, or of its end.
+    #: A time limit passed: between two layers, of the whole stream, or of its end.
     TIMEOUT = "timeout"
     #: The peer was lost.
     LOST = "lost"
@@ -94,6 +94,8 @@ class Verdict(Enum):
     REFUSED = "refused"
     #: The producer's ticket differs from the one that was issued.
     INVALID_TICKET = "invalid-ticket"
+    #: It ended before it was open on this side, so that nothing was written.
+    VOID = "void"
 
 
 _ERRORS: dict[Verdict, type[HixlError]] = {
@@ -102,6 +104,7 @@ _ERRORS: dict[Verdict, type[HixlError]] = {
     Verdict.LOST: PeerLostError,
     Verdict.REFUSED: LayoutMismatchError,
     Verdict.INVALID_TICKET: TicketError,
+    Verdict.VOID: TicketError,
 }
 
 

@@ -121,6 +121,7 @@ class PushStream:
         """Wait until the stream has ended and is drained; returns if the consumer has all layers.
 
         :raises StreamAbortedError: if either side aborted it.
+        :raises TicketError: if it could not be opened.
         :raises PeerLostError: if the consumer was lost.
         :raises TransferTimeoutError: if draining, or the consumer's answer, took longer than the timeout.
         :raises ClosedError: if the stream was never opened.
@@ -281,7 +282,7 @@ class Producer:
                 with suppress(HixlError):
                     end = End(self.ticket.id, False, f"the producer could not open the stream: {type(error).__name__}")
                     self.peer.post(service(self.ticket.pool), end.body())
-            self._change(self.state.answer, Outcome(Verdict.ABORTED, f"the stream could not be opened: {error}"))
+            self._change(self.state.answer, Outcome(Verdict.VOID, f"the stream could not be opened: {error}"))
             self._finish()
             if isinstance(error, TimeoutError) and not isinstance(error, HixlError):
                 message = f"the stream did not open within {self._timeout:g} s"

@@ -42,7 +42,7 @@ class StreamRegistry:
         """Serve no more messages."""
         self._context.engine.unserve(service(self._context.name))
 
-    def grant(self, lease: Lease, words: memoryview, ttl: float, stall: float, deadline: float | None) -> Consumer:
+    def grant(self, lease: Lease, words: memoryview, ttl: float, stall: float, timeout: float | None) -> Consumer:
         """Issue the ticket for some blocks, and make the consumer's end of its stream.
 
         :param words: the signal words of all blocks of the pool.
@@ -65,7 +65,7 @@ class StreamRegistry:
             layout=context.layout.fingerprint(),
         )
         window = words[slot * layers : (slot + 1) * layers]
-        consumer = Consumer(lease, ticket, window, ttl, stall, deadline, self._forget_incoming)
+        consumer = Consumer(lease, ticket, window, ttl, stall, timeout, self._forget_incoming)
         self.incoming[ticket.id] = consumer
         return consumer
 

@@ -80,11 +80,15 @@ class ConsumerState:
         return self.outcome, news
 
     def stop(self, outcome: Outcome) -> bool:
-        """Give up with this outcome, and return True if the producer has to be told."""
+        """Give up with this outcome, or as void if no producer has opened the stream.
+
+        :return: True if the producer has to be told.
+        """
         if self.outcome is not None:
             return False
         self.outcome = outcome
         if not self.opened:  # no peer was given anything
+            self.outcome = Outcome(Verdict.VOID, outcome.reason)
             self.fenced = self.ended = True
         return self.opened
 
@@ -267,7 +271,7 @@ class ProducerState:
 
     def lose(self, reason: str) -> bool:
         """Note that the consumer is lost."""
-        return self._decide(Outcome(Verdict.LOST, reason))
+        return self._decide(Outcome(Verdict.LOST if self.phase >= Phase.OPEN else Verdict.VOID, reason))
 
     def give_up(self, reason: str) -> bool:
         """Wait no longer: draining, or the consumer's reply, takes too long."""

@@ -73,10 +73,11 @@ class LayerStream:
         :param layer: index of the layer.
         :raises StreamAbortedError: if either side aborted the stream before.
         :raises PeerLostError: if the producer was lost before.
-        :raises TransferTimeoutError: if no producer opened the ticket in time, no layer came for the stall time, or the
-            deadline passed.
+        :raises TransferTimeoutError: if no layer came for the stall time, or the timeout passed, after a producer had
+            opened the ticket.
         :raises LayoutMismatchError: if a producer with another layout used the ticket.
-        :raises TicketError: if a producer used a ticket that differs from the one that was issued.
+        :raises TicketError: if the stream ended before a producer opened its ticket, for example because the ticket
+            expired, or if a producer used a ticket that differs from the one that was issued.
         :raises RangeError: if there is no such layer.
         :raises InvalidArgumentError: if it is no whole number.
         """
@@ -154,7 +155,7 @@ class Consumer:
         the layer is there.
     :param ttl: seconds within which the producer has to open the ticket.
     :param stall: seconds without a new layer after which the stream fails.
-    :param deadline: seconds from now after which the stream fails, or None.
+    :param timeout: seconds from now after which the stream fails, or None.
     :param forget: called when no more messages of the producer are to be expected.
     """
 
@@ -165,7 +166,7 @@ class Consumer:
         words: memoryview,
         ttl: float,
         stall: float,
-        deadline: float | None,
+        timeout: float | None,
         forget: Callable[[Consumer], None],
     ) -> None:
         self.ticket = ticket
@@ -185,10 +186,10 @@ class Consumer:
         self._news_at = self._loop.time()
         expired = Outcome(Verdict.TIMEOUT, f"no producer opened the ticket within {ttl:g} s")
         self._idle_timer = self._loop.call_later(ttl, self._end_by, expired)
-        self._deadline_timer: asyncio.TimerHandle | None = None
-        if deadline is not None:
-            missed = Outcome(Verdict.TIMEOUT, f"the stream did not finish within its deadline of {deadline:g} s")
-            self._deadline_timer = self._loop.call_later(deadline, self._end_by, missed)
+        self._timeout_timer: asyncio.TimerHandle | None = None
+        if timeout is not None:
+            missed = Outcome(Verdict.TIMEOUT, f"the stream did not finish within its timeout of {timeout:g} s")
+            self._timeout_timer = self._loop.call_later(timeout, self._end_by, missed)
 
     # ---- what the program asks ----
 
@@ -340,8 +341,8 @@ class Consumer:
             self._over = True
             self._words.release()
             self._idle_timer.cancel()
-            if self._deadline_timer is not None:
-                self._deadline_timer.cancel()
+            if self._timeout_timer is not None:
+                self._timeout_timer.cancel()
             if self._peer is not None:
                 self._peer.remove_signal_callback(self._scan)
             self.waiters.wake_all()

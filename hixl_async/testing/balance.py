@@ -25,9 +25,9 @@ _NUMBERS = re.compile(r":?\[\d+\]|\d+")
 class BalanceSheet:
     """A snapshot of what this process holds, to be compared with what it holds later.
 
-    It counts, over all open engines, in-flight transfers, pinned slots, regions, remote regions and peers; and of the
-    process its descriptors, its threads (Python's and native ones), its mappings of memfds, and the names in /dev/shm
-    that belong to the package or to this process.  Less than before is no imbalance.
+    It counts, over all open engines, in-flight transfers, pinned slots, regions, remote regions and peers; and of this
+    process the descriptors, the threads (Python's and native ones), the mappings of memfds, and the names in /dev/shm: those
+    that bear its id, and those of the package that bear no process's id.  Less than before is no imbalance.
 
     ::
 

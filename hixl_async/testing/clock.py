@@ -1,4 +1,4 @@
-"""A loop whose clock is moved by the test, so that deadlines pass without waiting."""
+"""A loop whose clock is moved by the test, so that timeouts pass without waiting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
             runner.run(main())
 
-        transfer = engine.write(data, remote[0:4096], deadline=30)      # of an engine whose plan holds it
+        transfer = engine.write(data, remote[0:4096], timeout=30)       # of an engine whose plan holds it
         await asyncio.get_running_loop().advance(30)
         assert isinstance(transfer.exception(), TransferTimeoutError)
 

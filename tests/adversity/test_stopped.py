@@ -16,6 +16,7 @@ from hixl_async import (
     RequestTimeoutError,
     WaitTimeoutError,
 )
+from hixl_async.core.memory import unpin
 from hixl_async.testing import peer_process, until
 
 SIZE = 64 << 20
@@ -73,7 +74,7 @@ async def test_a_stopped_writer_that_dies_gives_everything_back() -> None:
 
 
 async def test_a_stopped_owner_stops_no_copies_but_its_answers() -> None:
-    """We move the bytes ourselves; only what needs the other process waits, each with a deadline of its own."""
+    """We move the bytes ourselves; only what needs the other process waits, each with a timeout of its own."""
     async with peer_process(regions={"kv": SIZE}) as process, Engine() as engine:
         peer = await engine.connect(process.address)
         remote = await peer.region("kv")
@@ -135,7 +136,7 @@ async def test_closing_an_engine_with_a_stopped_writer(loop_errors: list[dict[st
         process.kill()
         await process.exited()
     # Now that it is dead; the engine that would have heard of it is closed.
-    sharing._leaked.pop().unpin()
+    unpin(sharing._leaked.pop())
     borrowed.append(1)
 
 

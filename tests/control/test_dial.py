@@ -30,6 +30,7 @@ from hixl_async.errors import (
     AddressInUseError,
     AuthenticationError,
     ConnectError,
+    HandshakeError,
     HixlError,
     InvalidArgumentError,
     ProtocolError,
@@ -301,6 +302,8 @@ class TestNobodyAnswers:
         ids=["nothing", "http", "half a frame", "garbage", "another message", "another protocol", "another version"],
     )
     async def test_somebody_else_answers(self, answer: bytes, words: str) -> None:
+        kind = ConnectError if words == "broke off the handshake" else HandshakeError
+
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
             writer.write(answer)
@@ -309,8 +312,9 @@ class TestNobodyAnswers:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         async with server:
-            with pytest.raises(ConnectError, match=words):
+            with pytest.raises(kind, match=words) as caught:
                 await dial(Address(*server.sockets[0].getsockname()), identity())
+        assert type(caught.value) is kind
 
     async def test_the_listener_closes_meanwhile(self, listen: HostFactory) -> None:
         host = await listen()

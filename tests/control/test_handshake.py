@@ -93,11 +93,18 @@ class TestSucceeds:
             assert outcome.listener is not None
             assert "unix_dir" in outcome.listener.fallback
 
-    def test_an_unknown_scope_is_not_the_same_as_another_unknown_one(self) -> None:
-        unknown = Scope("", "")
-        outcome = perform(dialler(SECRET, scope=unknown), listener(SECRET, scope=unknown))
-        assert outcome.dialler is not None
-        assert outcome.dialler.transport is Transport.TCP
+    @pytest.mark.parametrize(
+        ("mine", "yours", "who"),
+        [("", "b" * 32, ("this", "other")), ("a" * 32, "", ("other", "this")), ("", "", ("this", "this"))],
+    )
+    def test_an_unknown_scope_is_said_to_be_unknown(self, mine: str, yours: str, who: tuple[str, str]) -> None:
+        """Not even two unknown ones are the same."""
+        outcome = perform(dialler(SECRET, scope=Scope(mine, "")), listener(SECRET, scope=Scope(yours, "")))
+        for established, side in zip((outcome.dialler, outcome.listener), who, strict=True):
+            assert established is not None
+            assert established.transport is Transport.TCP
+            assert established.fallback.startswith(f"{'the other' if side == 'other' else side} side cannot find out")
+            assert "/proc" in established.fallback
 
 
 class TestRefuses:

@@ -416,7 +416,7 @@ async def test_work_may_use_memory_that_is_not_ready() -> None:
 # -- work that runs out of time
 
 
-async def test_a_deadline_takes_memory_back_from_a_transport_that_hangs(world: World) -> None:
+async def test_a_timeout_takes_memory_back_from_a_transport_that_hangs(world: World) -> None:
     world.plan.stuck(nth=1)
     buffer = bytearray(b"stuck")
     transfer = world.write(buffer, timeout=0.02)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hixl_async import Batch, Engine, WrongLoopError
+from hixl_async.core.in_flight import drain
 
 from .conftest import World
 
@@ -44,7 +45,7 @@ async def test_c9_foreign_threads_are_refused(world: World, loop: bool) -> None:
         "write": lambda: world.write(),
         "read": lambda: world.left.read(bytearray(5), world.remote[0:5]),
         "submit": lambda: world.left.submit(batch),
-        "drain": lambda: world.left.drain(),
+        "drain": lambda: drain(world.left),
         "notify": lambda: world.left.notify(world.peer, "topic"),
         "allocate": lambda: world.left.allocate("new", 64),
         "register": lambda: world.left.register("new", bytearray(8)),

@@ -79,7 +79,7 @@ async def test_c1_slots_are_not_leaked(world: World) -> None:
 # -- C2: one completion, then one release; failure and safe-to-unpin are two events
 
 
-async def test_c2_deadline_fails_and_only_the_driver_releases(world: World) -> None:
+async def test_c2_timeout_fails_and_only_the_driver_releases(world: World) -> None:
     buffer = bytearray(b"late!")
     world.plan.late(nth=1)
     transfer = world.write(buffer, timeout=0.02)
@@ -102,10 +102,10 @@ async def test_c2_deadline_fails_and_only_the_driver_releases(world: World) -> N
 
 
 @pytest.mark.parametrize("fault", ["late", "hold", "stall"])
-@pytest.mark.parametrize("end", ["cancel", "deadline"])
+@pytest.mark.parametrize("end", ["cancel", "timeout"])
 async def test_c2_one_outcome_and_one_callback(world: World, fault: str, end: str) -> None:
     getattr(world.plan, fault)(nth=1)
-    transfer = world.write(bytes(100), timeout=0.02 if end == "deadline" else None)
+    transfer = world.write(bytes(100), timeout=0.02 if end == "timeout" else None)
     outcomes = []
     transfer.add_done_callback(lambda done: outcomes.append(done.state))
     if end == "cancel":
@@ -118,7 +118,7 @@ async def test_c2_one_outcome_and_one_callback(world: World, fault: str, end: st
     assert outcomes == [TransferState.CANCELLED if end == "cancel" else TransferState.FAILED]
     assert world.left.stats().failed == 1
     assert world.left.stats().in_flight == 0
-    if end == "deadline":
+    if end == "timeout":
         assert isinstance(transfer.exception(), TransferTimeoutError)
 
 

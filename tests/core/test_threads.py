@@ -10,6 +10,7 @@ import time
 import pytest
 
 from hixl_async import ClosedError, Subscription, Transfer
+from hixl_async.core.in_flight import drain
 
 from .conftest import World, gil_kept
 
@@ -77,7 +78,7 @@ async def test_c4_no_task_is_entered_from_within_another(world: World) -> None:
     await asyncio.sleep(0)
     world.plan.release()
     assert not transfer.done()
-    world.left.drain()  # a task is current: this one
+    drain(world.left)  # a task is current: this one
     assert transfer.done()
     assert steps == []
     steps.append("drained")
@@ -101,7 +102,7 @@ async def test_c4_resumed_directly_from_the_drain(world: World) -> None:
     done = loop.create_future()
 
     def drain() -> None:
-        world.left.drain()
+        drain(world.left)
         steps.append("drained")
         done.set_result(None)
 
@@ -135,7 +136,7 @@ async def test_c4_what_a_resumed_task_ends_is_resumed_by_the_loop(world: World, 
             feed.close()
         else:
             world.plan.release()
-            world.left.drain()
+            drain(world.left)
         steps.append("canceller")
 
     one = asyncio.create_task(victim())

@@ -20,10 +20,11 @@ from hixl_async import (
     ClosedError,
     InvalidArgumentError,
     PeerDownError,
+    LocalSlice,
     RangeError,
     Region,
-    RegionSlice,
     RemoteRegion,
+    RemoteSlice,
     StaleRegionError,
     Transfer,
     UsageError,
@@ -448,7 +449,7 @@ async def test_parts_of_several_regions(world: World) -> None:
 
 
 async def test_objects_made_by_hand(world: World) -> None:
-    for kind in (Transfer, RegionSlice):
+    for kind in (Transfer, LocalSlice, RemoteSlice):
         with pytest.raises(TypeError, match="made by"):
             kind()
     orphan = RemoteRegion("orphan", Access.READ_WRITE)

@@ -17,8 +17,9 @@ from hixl_async import (
     TransferError,
     TransferTimeoutError,
 )
+from hixl_async._core import set_object_support
 from hixl_async.core.device_copies import DeviceCopies
-from hixl_async.engine.region import Operand
+from hixl_async.engine.region import Operand, operand
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
 SIZE = 4096
@@ -76,13 +77,11 @@ class Device:
 
     def serve(self, engine: Engine) -> None:
         """From now on the engine takes tensors of this device."""
-        ordinary = engine._address_of
 
         def address_of(local: Any, writable: bool) -> Operand:
-            return Operand(1, len(local.data), local, True) if isinstance(local, Tensor) else ordinary(local, writable)
+            return Operand(1, len(local.data), local, True) if isinstance(local, Tensor) else operand(local, writable)
 
-        engine._address_of = address_of  # type: ignore[method-assign]
-        engine._device_copies = DeviceCopies(engine, self.pin, self.copy)
+        set_object_support(engine, address_of, DeviceCopies(engine, self.pin, self.copy).begin)
 
 
 class Scene:
@@ -177,7 +176,7 @@ async def test_cancelling_ends_the_wait_and_not_the_pin(scene: Scene) -> None:
     assert notes.get_nowait() is None, "what was cancelled in time sends no notification"
 
 
-async def test_a_deadline(scene: Scene) -> None:
+async def test_a_timeout(scene: Scene) -> None:
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], timeout=0.02)
     with pytest.raises(TransferTimeoutError):
         await transfer

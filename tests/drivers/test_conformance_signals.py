@@ -1,4 +1,4 @@
-"""Signals that the program handles interrupt system calls: no call of a driver may fail, or start over for ever, because of one."""
+"""Signals that the program handles interrupt system calls: no call of a driver fails, or begins again and again, for that."""
 
 from __future__ import annotations
 

@@ -6,9 +6,11 @@ import ctypes as c
 import errno
 import fcntl
 import os
+import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import vtable as vt
@@ -41,6 +43,14 @@ def test_unknown_option_names_the_known_ones(driver: vt.CDriver) -> None:
         vt.DriverError, match="threads inline_bytes chunk_bytes stream_bytes ring_bytes pending_notes nowait"
     ):
         vt.Instance(driver, {"colour": "red"})
+
+
+def test_every_option_is_documented(driver: vt.CDriver) -> None:
+    with pytest.raises(vt.DriverError, match="there are") as caught:
+        vt.Instance(driver, {"colour": "red"})
+    options = str(caught.value).partition("there are ")[2].partition(":")[0].split()
+    table = (Path(__file__).parents[2] / "docs" / "shm.md").read_text(encoding="utf-8")
+    assert options == re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
 
 
 def test_limits_follow_the_options(open_instance) -> None:

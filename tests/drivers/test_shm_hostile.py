@@ -28,6 +28,8 @@ pytestmark = pytest.mark.only("shm")
 MIB = 1 << 20
 PAGE = 4096
 
+USERFAULTFD = {"x86_64": 323, "aarch64": 282}.get(os.uname().machine, -1)
+UFFDIO_API, UFFDIO_REGISTER, UFFD_MISSING = 0xC018AA3F, 0xC020AA00, 1
 F_ADD_SEALS, F_GET_SEALS, SHRINK, GROW, SEAL = 1033, 1034, 2, 4, 1
 LINK_MAGIC, MEM_MAGIC, HALF_MAGIC, VERSION = 0x4B4E4C53, 0x4D454D53, 0x464C4853, 2
 # Offsets of shm_half.
@@ -286,6 +288,48 @@ def test_connect_to_strange_descriptors(open_instance, nowait: int) -> None:
     os.close(reopened)
     refused((vt.PROTOCOL,), connect, link_card([reader, pipe()]))
     connect(link_card([half(), pipe()]))
+
+
+def page_that_never_comes() -> tuple[int, int]:
+    """A descriptor, and the address of a page whose fault waits for ever, because this process is asked and does not answer."""
+    libc = c.CDLL(None, use_errno=True)
+    fd = libc.syscall(USERFAULTFD, os.O_CLOEXEC)
+    if fd < 0:
+        pytest.skip(f"userfaultfd: {os.strerror(c.get_errno())}")
+    libc.mmap.restype = c.c_void_p
+    at = libc.mmap(
+        None, c.c_size_t(PAGE), mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+    )
+    fcntl.ioctl(fd, UFFDIO_API, struct.pack("<QQQ", 0xAA, 0, 0))
+    fcntl.ioctl(fd, UFFDIO_REGISTER, struct.pack("<QQQQ", at, PAGE, UFFD_MISSING, 0))
+    return fd, at
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("version", [1, VERSION], ids=["the format that had an address", "today's, and more"])
+def test_connecting_reads_no_memory_of_the_peer(open_instance, version: int) -> None:
+    """A process may serve its own page faults, and so keep whoever reads its memory waiting: in a child that is killed then."""
+    (faults, at), instance = page_that_never_comes(), open_instance()
+    fd, (read_end, write_end) = segment(PAGE + 65536), os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    half = Half(fd)
+    half[MAGIC], half[CAPACITY] = HALF_MAGIC, 65536
+    half.memory.close()
+    link = instance.link(1)
+    data = struct.pack("<IIIIQQ", os.getpid(), LINK_MAGIC, version, 65536, 1, at)
+    card = vt.CCard(len=len(data), nfds=2)
+    card.data[: len(data)], card.fds[:2] = data, [fd, read_end]
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        try:
+            link.connect(card)
+        except vt.DriverError as error:
+            os._exit(error.status)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == vt.PROTOCOL
+    for left in (fd, read_end, write_end, faults):
+        os.close(left)
 
 
 def test_connect_twice(open_instance) -> None:

@@ -43,9 +43,9 @@ def memory_room(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Ro
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
+def root(tmp_path: Path) -> Path:
     write(tmp_path, "proc/meminfo", MEMINFO)
-    yield tmp_path
+    return tmp_path
 
 
 def write(root: Path, name: str, text: str) -> None:

@@ -136,7 +136,7 @@ async def test_a_region_that_closes_in_between_fails_only_its_own(scene: Scene) 
     lost = few.write(doomed[0:8], scene.remote[0:8])
     kept = few.write(scene.here[8:16], scene.remote[8:16])
     closing = asyncio.ensure_future(doomed.aclose())
-    doomed.retire()
+    doomed.revoke()
     assert await kept == 8
     with pytest.raises(ClosedError):
         await lost

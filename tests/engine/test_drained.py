@@ -56,7 +56,7 @@ async def test_by_transfer(held: EnginePair, plan: FaultPlan) -> None:
     await transfer.drained()
 
 
-async def test_a_deadline_fires_long_before(held: EnginePair, plan: FaultPlan) -> None:
+async def test_a_timeout_fires_long_before(held: EnginePair, plan: FaultPlan) -> None:
     """B6: the wait ends, the pin does not."""
     local, remote = await both(held)
     transfer = held.left.write(local, remote, timeout=0.05)

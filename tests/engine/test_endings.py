@@ -159,7 +159,7 @@ async def test_a_link_that_breaks_on_one_side_only() -> None:
                 with pytest.raises(kind, match="peer 'left' lost its link to us: broken by the fault plan") as caught:
                     await asking
                 assert type(caught.value) is kind
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerLostError, match="broken by the fault plan"):
             await transfer
         # What may still be written stays pinned.
         assert region.pins == 1
@@ -236,7 +236,7 @@ async def test_a_broken_link_leaves_no_memory_behind() -> None:
         back = pair.left.allocate("back", 64, access="write")
         await pair.right.write(bytes(64), await pair.back.region("back"))
         plan.drop_peer(nth=1)
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerLostError, match="broken by the fault plan"):
             await pair.left.write(bytes(64), remote)
         await asyncio.gather(pair.peer.fenced(), pair.back.fenced())
         assert region.pins == back.pins == 0

@@ -33,6 +33,7 @@ from hixl_async.engine import links as engine_links
 from hixl_async.engine.messages import binary_text
 from hixl_async.testing import EnginePair, engine_pair, peer_process
 from tests.hixlsim.build import build
+from tests.signals import interrupted
 
 from .conftest import until
 
@@ -51,7 +52,7 @@ def drivers(request: pytest.FixtureRequest, root: Path) -> Any:
 
 @pytest.fixture
 def simulate(root: Path) -> Iterator[Callable[[str, object], None]]:
-    """Sets a variable of the simulation for a while."""
+    """Set a variable of the simulation for the time of the test."""
     library = ctypes.CDLL(str(root / "lib64" / "libcann_hixl.so"))
     plain = {"FAULTS": "", "LATENCY_US": 0, "JITTER_US": 0, "GBPS": 0, "ORDER": "fifo"}
     used = set()
@@ -152,6 +153,19 @@ async def test_a_stream_of_layers(pair: EnginePair) -> None:
         del ours, theirs
 
 
+async def test_signals_that_the_program_handles(pair: EnginePair) -> None:
+    there, remote = await pair.region("there", 4096)
+    here = pair.left.allocate("here", 4096)
+    memoryview(here)[:] = bytes(range(256)) * 16
+    heard = pair.right.notifications("n")
+    with interrupted() as signals:
+        while signals.n < 50:
+            assert await pair.left.write(here, remote, notify=("n", b"")) == 4096
+            assert await pair.left.read(here, remote) == 4096
+            await anext(heard)
+    assert bytes(memoryview(there)) == bytes(range(256)) * 16
+
+
 # -- memory that comes and goes while links live
 
 
@@ -175,7 +189,7 @@ async def test_memory_registered_after_the_connection(pair: EnginePair) -> None:
         assert bytes(memoryview(late)) == bytes([number + 1]) * 4096
     running = False
     assert await under_way > 0
-    assert pair.left.stats().failed == 0, "work was lost when the link was cycled"
+    assert pair.left.stats().failed == 0, "work was lost when the connection was renewed"
 
 
 async def test_a_closed_region_is_revoked_at_once_and_forgotten_later(pair: EnginePair) -> None:
@@ -187,7 +201,7 @@ async def test_a_closed_region_is_revoked_at_once_and_forgotten_later(pair: Engi
     await region.aclose()
     with pytest.raises(StaleRegionError):
         pair.left.write(here, remote)
-    # Others go on, and the memory is free once the transport has forgotten it.
+    # Other regions go on, and the memory is free once the transport has released it.
     _, other = await pair.region("other", 4096)
     await pair.left.write(here, other)
     await until(lambda: pair.right.stats().regions == 1)
@@ -219,7 +233,7 @@ async def test_memory_that_hixl_refuses(pair: EnginePair, simulate: Callable[[st
     await pair.left.write(pair.left.allocate("others", 64), remote)
 
 
-async def test_a_deadline_costs_the_link_and_the_next_write_works(
+async def test_a_timeout_costs_the_link_and_the_next_write_works(
     pair: EnginePair, simulate: Callable[[str, object], None]
 ) -> None:
     there, remote = await pair.region("there", 4096)
@@ -239,10 +253,10 @@ async def test_a_deadline_costs_the_link_and_the_next_write_works(
 
 
 @pytest.mark.parametrize("drivers", ["comm"], indirect=True)
-async def test_a_deadline_passes_while_hixl_stays_in_a_call(
+async def test_a_timeout_passes_while_hixl_stays_in_a_call(
     pair: EnginePair, simulate: Callable[[str, object], None]
 ) -> None:
-    """Nobody waits for it, but its memory is held until HIXL has come back, and the link goes on after it."""
+    """The wait ends, but its memory is held until HIXL has returned, and the link goes on after it."""
     there, remote = await pair.region("there", 4096)
     here = pair.left.allocate("here", 4096)
     await pair.left.write(here, remote)
@@ -259,7 +273,9 @@ async def test_a_deadline_passes_while_hixl_stays_in_a_call(
 
 
 @pytest.mark.parametrize("drivers", ["comm"], indirect=True)
-async def test_a_hixl_that_accepts_and_says_nothing_holds_nobody(drivers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hixl_that_accepts_and_never_answers_holds_up_no_other(
+    drivers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drivers = {"hixl": {**drivers["hixl"], "connect_timeout_ms": 50}}
     async with Engine("127.0.0.1:0", drivers=drivers) as there, Engine(drivers=drivers) as here:
         with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -267,7 +283,7 @@ async def test_a_hixl_that_accepts_and_says_nothing_holds_nobody(drivers: Any, m
             monkeypatch.setattr(engine_links, "binary_text", lambda card: binary_text(card[:-64] + address))
             with pytest.raises(ConnectError, match="did not complete the connection in time"):
                 await here.connect(there.address, timeout=0.3)
-            await asyncio.gather(here.aclose(), there.aclose())  # without a word to the loop's exception handler
+            await asyncio.gather(here.aclose(), there.aclose())  # the loop's exception handler is not called
 
 
 STUCK = """
@@ -297,7 +313,7 @@ asyncio.run(main({"hixl": {"library": root, "backend": "comm"}}, library))
 
 @pytest.mark.slow
 def test_an_engine_closes_while_hixl_stays_in_a_call(root: Path) -> None:
-    """In a process of its own, for it leaks: the memory that HIXL may still use, and says so."""
+    """In a process of its own, because it leaks the memory that HIXL may still use, and warns of it."""
     run = subprocess.run([sys.executable, "-c", STUCK, str(root)], capture_output=True, text=True, timeout=50)
     assert run.returncode == 0, run.stderr
     assert "drivers still held the memory" in run.stdout
@@ -350,7 +366,7 @@ async def test_a_peer_that_leaves_and_comes_back(drivers: Any) -> None:
 
 
 async def test_peers_of_different_back_ends(root: Path) -> None:
-    """Another driver does where there is one; else the error names both."""
+    """Another driver takes over where there is one; else the error names both back-ends."""
 
     def using(backend: str, *more: str) -> dict[str, Any]:
         return {"hixl": {"library": str(root), "backend": backend}, **{name: {} for name in more}}
@@ -388,7 +404,7 @@ async def test_a_library_that_is_not_there(tmp_path: Path) -> None:
         ({"LocalCommRes": {"version": 1.3}}, "LocalCommRes=.*version"),
     ],
 )
-async def test_options_that_cannot_be(root: Path, options: dict[str, Any], says: str) -> None:
+async def test_options_that_contradict_each_other(root: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidArgumentError, match=says):
         await Engine(drivers={"hixl": {"library": str(root), **options}}).open()
 

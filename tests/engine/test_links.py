@@ -20,6 +20,7 @@ from hixl_async import (
     PeerState,
     kv,
 )
+from hixl_async.core.memory import link_of
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 from tests.hixlsim.build import build
 
@@ -39,7 +40,7 @@ async def works(pair: EnginePair) -> None:
     assert await pair.left.write(b"12345678", remote, notify=("there", b"")) == 8
     assert (await anext(pair.right.notifications("there"))).peer is pair.back
     assert bytes(memoryview(region)) == b"12345678"
-    assert remote.link.driver.name == pair.peer.drivers[0]
+    assert link_of(remote).driver.name == pair.peer.drivers[0]
     await region.aclose()
 
 

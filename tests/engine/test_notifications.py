@@ -359,7 +359,7 @@ async def test_notify_a_peer_that_is_gone() -> None:
 
 
 async def test_a_receiver_that_does_not_read_blocks_nobody() -> None:
-    """Notifications beyond ring and queue are refused; those that wait have a deadline; the loop goes on."""
+    """Notifications beyond ring and queue are refused; those that wait time out; the loop goes on."""
     async with Engine("127.0.0.1:0", name="reader") as reader, peer_process(stall=0.3) as process:
         region = reader.allocate("kv", 8, access="write")
         await process.connect(reader.address)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import ctypes
 import gc
 import mmap
 import os
+import shutil
+import subprocess
+import sys
 import weakref
+from subprocess import PIPE
 from typing import Any
 
 import numpy
@@ -65,6 +70,48 @@ async def test_peers_reach_it_where_it_lies(pair: EnginePair, kind: str) -> None
     assert back == raw(buffer)
     await pair.left.write(bytes(reversed(back)), remote)
     assert raw(buffer) == bytes(reversed(back))
+
+
+IN_ITS_OWN_NAMESPACE = """
+import asyncio, os, sys
+from hixl_async import Engine
+
+async def main():
+    async with Engine() as engine:
+        memory = bytearray(b"as process %d" % os.getpid())
+        engine.register("weights", memory, access="read-write")
+        await engine.connect(sys.argv[1])
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+        print(memory.decode())
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def unshare() -> tuple[str, ...]:
+    """The beginning of a command that runs in a pid namespace of its own."""
+    command = ("unshare", "--pid", "--fork", "--kill-child")
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode != 0:
+        pytest.skip("makes a pid namespace, which is not permitted here")
+    return command
+
+
+async def test_peers_in_a_child_pid_namespace(engine: Engine, unshare: tuple[str, ...]) -> None:
+    """The peer has another number there than the kernel has for it here."""
+    child = await asyncio.create_subprocess_exec(
+        *unshare, sys.executable, "-c", IN_ITS_OWN_NAMESPACE, engine.address, stdin=PIPE, stdout=PIPE
+    )
+    try:
+        await until(lambda: engine.peers)
+        remote = await engine.peers[0].region("weights")
+        local = bytearray(remote.size)
+        await engine.read(local, remote)
+        assert local == b"as process 1"
+        await engine.write(b"AS", remote[:2])
+    finally:
+        output, _ = await child.communicate(b"\n")
+    assert output == b"AS process 1\n"
 
 
 @pytest.mark.parametrize(
@@ -246,10 +293,11 @@ async def test_memory_of_others_is_leaked_rather_than_freed(loop_errors: list[di
 
 def _forget_leaks(engine: Engine) -> None:
     """The puppet is this process, and means no harm: so that the balance sheet of this test is right."""
+    from hixl_async.core import memory
     from hixl_async.engine import regions as sharing
 
     for region in sharing._leaked:
-        region.unpin()
+        memory.unpin(region)
     sharing._leaked.clear()
     assert engine.stats().regions == 0
 

@@ -1,4 +1,4 @@
-"""Compiles the simulated libraries into a folder laid out like a CANN toolkit: python tests/hixlsim/build.py [FOLDER]."""
+"""Compile the simulated libraries into a folder laid out like a CANN toolkit: python tests/hixlsim/build.py [FOLDER]."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NEEDS = {
     "libhixlprobe.so": ["libcann_hixl.so", "libmetadef.so"],
 }
 
-# What a library of before mid-2026 lacks.
+# The parts that a library of before mid-2026 lacks.
 PARTS = ("batch", "connect_async", "capability")
 
 
@@ -49,7 +49,7 @@ def compiler() -> list[str]:
 
 
 def symbols() -> dict[str, str]:
-    """Each exported name, and the part that it belongs to, or ""."""
+    """Return each exported name with the part that it belongs to, or ""."""
     lines = [line.split() for line in (HERE / "symbols.txt").read_text().splitlines() if not line.startswith("#")]
     return {line[0]: line[1] if len(line) > 1 else "" for line in lines}
 
@@ -104,7 +104,7 @@ def link(folder: Path, objects: Path, flags: list[str], without: tuple[str, ...]
 
 
 def build(path: Path | str | None = None, without: tuple[str, ...] = (), sanitize: str = "") -> Path:
-    """The toolkit's root, built if anything changed; `without` some PARTS for an older library."""
+    """Return the toolkit's root, built if anything changed; `without` some PARTS it is an older library."""
     flags = [*FLAGS, *([f"-fsanitize={sanitize}"] if sanitize else [])]
     suffix = "".join(f"-no-{part}" for part in sorted(without)) + (f"-{sanitize}" if sanitize else "")
     folder = Path(path).resolve() if path is not None else DEFAULT / f"toolkit{suffix}"
@@ -122,7 +122,7 @@ def build(path: Path | str | None = None, without: tuple[str, ...] = (), sanitiz
             link(folder, shared, flags, tuple(without))
             info = folder / "share" / "info" / "hixl" / "version.info"
             info.parent.mkdir(parents=True, exist_ok=True)
-            # Whoever looks it up is not to take it for the real one.
+            # A reader must not take it for the version of the real one.
             info.write_text(f"Version={'9.0.0' if without else '9.2.0'}-simulated\n")
             stamp.write_text(key)
     return folder

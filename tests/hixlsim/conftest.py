@@ -14,7 +14,7 @@ DEFAULTS = {"AICPU": 1, "SEED": 1, "HEARTBEAT_MS": 10000, "SILENCE_MS": 120000, 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Compiled before the first test: that may take longer than a test may."""
+    """Compile before the first test, because that may take longer than a test may."""
     if any(Path(__file__).parent in item.path.parents for item in items):
         build()
 
@@ -43,7 +43,7 @@ def backend(request: pytest.FixtureRequest, library: Library, monkeypatch: pytes
 
 @pytest.fixture
 def objects(library: Library) -> Iterator[list[Hixl]]:
-    """What was made with `new`; all is over at the end of the test, and nothing is left."""
+    """The objects of the test; they are finalized and deleted at its end, and nothing may be left."""
     made: list[Hixl] = []
     yield made
     for each in made:

@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 class Library:
-    """One loaded toolkit. ctypes lets go of the GIL around each call, as HIXL wants."""
+    """One loaded toolkit. ctypes releases the GIL around each call, as HIXL wants."""
 
     def __init__(self, root: Path) -> None:
         lib = root / "lib64"
@@ -111,7 +111,7 @@ class Memory:
 
 
 class Hixl:
-    """One object. Methods answer the raw status, with what else there is behind it."""
+    """One object. Methods return the raw status, followed by the other results."""
 
     def __init__(self, library: Library) -> None:
         self.library = library

@@ -1,4 +1,4 @@
-"""Section 1: what a caller that was compiled against CANN links to, and how its structures lie."""
+"""The binary interface: the symbols that a caller compiled against CANN links to, and the layout of its structures."""
 
 from __future__ import annotations
 

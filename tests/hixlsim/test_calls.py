@@ -1,4 +1,4 @@
-"""Sections 2 and 13: what each call answers, in each back-end."""
+"""The answer of each call, in each back-end."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ def test_connect_connects_once(linked: tuple[Hixl, Hixl, Memory, Memory]) -> Non
     assert here.connect(there) == SUCCESS
 
 
-def test_nobody_listens(pair: tuple[Hixl, Hixl]) -> None:
+def test_no_listener(pair: tuple[Hixl, Hixl]) -> None:
     assert pair[0].connect(f"127.0.0.1:{free_port()}", 60000) == FAILED
     assert pair[0].connect("nowhere:1") == PARAM_INVALID
 
 
-def test_somebody_listens_and_says_nothing(pair: tuple[Hixl, Hixl], backend: str, library: Library) -> None:
+def test_a_listener_that_never_answers(pair: tuple[Hixl, Hixl], backend: str, library: Library) -> None:
     import socket
 
     library.set("COMM_PATIENCE_MS", 300)
@@ -170,9 +170,7 @@ def test_comm_refuses_its_own_device(pair: tuple[Hixl, Hixl], backend: str, libr
     assert pair[0].connect(pair[0]) == (SUCCESS if backend == "fab" else PARAM_INVALID)
 
 
-def test_backends_do_not_understand_each_other(
-    library: Library, objects: list[Hixl], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backends_are_not_compatible(library: Library, objects: list[Hixl], monkeypatch: pytest.MonkeyPatch) -> None:
     objects += [Hixl(library), Hixl(library)]
     for each, backend in zip(objects, ("comm", "cs"), strict=True):
         monkeypatch.setenv("HIXLSIM_BACKEND", backend)
@@ -181,9 +179,7 @@ def test_backends_do_not_understand_each_other(
     assert objects[1].connect(objects[0]) == FAILED
 
 
-def test_a_client_that_comes_again_finds_a_place(
-    pair: tuple[Hixl, Hixl], library: Library, objects: list[Hixl]
-) -> None:
+def test_a_client_may_connect_again(pair: tuple[Hixl, Hixl], library: Library, objects: list[Hixl]) -> None:
     here, there = pair
     assert here.connect(there) == SUCCESS
     here.finalize()
@@ -248,7 +244,7 @@ def test_cs_cannot_connect_with_some_memory(
     assert here.connect(there) == SUCCESS
 
 
-# -- connects that nobody waits for
+# -- asynchronous connects
 
 
 def test_connect_async(pair: tuple[Hixl, Hixl]) -> None:
@@ -262,11 +258,11 @@ def test_connect_async(pair: tuple[Hixl, Hixl]) -> None:
     assert here.disconnect_async(there) == SUCCESS
     until(lambda: here.async_status(there) == NOT_CONNECT)
     assert here.disconnect(there) == NOT_CONNECTED
-    nobody = f"127.0.0.1:{free_port()}"
-    assert here.connect_async(nobody) == SUCCESS
-    until(lambda: here.async_status(nobody) == CONNECT_FAILED)
-    assert here.disconnect_async(nobody) == SUCCESS
-    until(lambda: here.async_status(nobody) == NOT_CONNECT)
+    unused = f"127.0.0.1:{free_port()}"
+    assert here.connect_async(unused) == SUCCESS
+    until(lambda: here.async_status(unused) == CONNECT_FAILED)
+    assert here.disconnect_async(unused) == SUCCESS
+    until(lambda: here.async_status(unused) == NOT_CONNECT)
 
 
 def test_connect_async_has_a_queue_with_an_end(backend: str, library: Library, objects: list[Hixl]) -> None:
@@ -377,7 +373,7 @@ def test_batch_queries_are_of_cs_only(linked: tuple[Hixl, Hixl, Memory, Memory],
     assert (status, results) == (SUCCESS if backend == "cs" else UNSUPPORTED, [])
 
 
-def test_engines_may_have_addresses_of_the_sixth_kind(backend: str, library: Library, objects: list[Hixl]) -> None:
+def test_engines_may_have_ipv6_addresses(backend: str, library: Library, objects: list[Hixl]) -> None:
     import socket
 
     try:

@@ -1,4 +1,4 @@
-"""What the simulation itself promises: faults, other processes, and an end with words for who breaks a rule."""
+"""The simulation's own promises: faults, other processes, and an abort with a message where a caller breaks a rule."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_bytes_move_between_processes(here: Hixl, peer: Peer, library: Library, 
 
 
 def test_a_stopped_process_is_written_to(here: Hixl, peer: Peer, backend: str, library: Library) -> None:
-    """As by hardware, which asks nobody."""
+    """As by hardware, which needs no cooperation."""
     ours = here.memory()
     ours.fill(b"while you slept")
     assert here.connect(peer.id) == SUCCESS
@@ -150,7 +150,7 @@ def test_faults_by_number(here: Hixl, library: Library) -> None:
     assert here.register(block.addr, block.size)[0] == FAILED
 
 
-def test_faults_by_rate_come_again_with_their_seed(here: Hixl, library: Library) -> None:
+def test_faults_by_rate_are_repeated_by_their_seed(here: Hixl, library: Library) -> None:
     block = here.memory()
 
     def run(seed: int) -> list[bool]:
@@ -164,8 +164,8 @@ def test_faults_by_rate_come_again_with_their_seed(here: Hixl, library: Library)
     assert run(2) != first
 
 
-@pytest.mark.parametrize("text", ["nonsense", "submit@", "submit@0", "submit=x", "submit%often", "submit@1=1;bad"])
-def test_faults_that_make_no_sense(library: Library, text: str) -> None:
+@pytest.mark.parametrize("text", ["unknown", "submit@", "submit@0", "submit=x", "submit%often", "submit@1=1;bad"])
+def test_faults_that_cannot_be_parsed(library: Library, text: str) -> None:
     assert library.hixl.hixlsim_set(b"FAULTS", text.encode()) == -1
 
 
@@ -236,7 +236,7 @@ one.finalize()
 def test_a_call_beside_finalize() -> None:
     program = """
 library.set("FAULTS", "stall@1=0")
-nobody = f"127.0.0.1:{one.id.split(':')[1]}"
+unused = f"127.0.0.1:{one.id.split(':')[1]}"
 def slow():
     one.finalize()
 for _ in range(3):  # COMM pauses for what is in flight
@@ -253,7 +253,7 @@ while True:
     )
 
 
-def test_a_strict_library_ends_who_asks_again() -> None:
+def test_a_strict_library_aborts_a_second_query() -> None:
     program = "req = one.write(two, a.addr, b.addr, 8)\nprint(one.status(req))\none.status(req)"
     code, words = outcome(program, HIXLSIM_STRICT="1")
     assert code == -6
@@ -261,13 +261,13 @@ def test_a_strict_library_ends_who_asks_again() -> None:
     assert outcome(program)[0] == 0
 
 
-def test_a_strict_library_ends_who_gives_a_vector_that_is_not_empty() -> None:
+def test_a_strict_library_aborts_on_a_vector_that_is_not_empty() -> None:
     code, words = outcome("one.notifies(before=[('a', 'b')])", HIXLSIM_STRICT="1")
     assert code == -6
     assert "not empty" in words
 
 
-def test_a_strict_library_ends_who_lives_on_a_borrowed_context() -> None:
+def test_a_strict_library_aborts_on_a_borrowed_context() -> None:
     program = """
 borrowed, over = threading.Event(), threading.Event()
 def borrow():

@@ -1,4 +1,4 @@
-"""Section 4: notifications."""
+"""Notifications."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def received(library: Library, hixl: Hixl, count: int) -> list[tuple[str, str]]:
     return got
 
 
-def test_they_come_in_order_and_once(linked: tuple[Hixl, Hixl], backend: str, library: Library) -> None:
+def test_notifications_come_in_order_and_once(linked: tuple[Hixl, Hixl], backend: str, library: Library) -> None:
     here, there = linked
     sent = [(f"name {i}", f"text {i}") for i in range(20)]
     assert [here.notify(there, *each) for each in sent] == [SUCCESS] * 20
     assert sorted(received(library, there, 20)) == sorted(sent)
     if backend != "fab":
         assert [here.notify(there, *each) for each in sent] == [SUCCESS] * 20
-        assert there.notifies() == sent, "whoever waits for the answer finds it delivered"
+        assert there.notifies() == sent, "it was delivered before the answer"
     assert there.notifies() == []
     assert here.notifies() == []
 
@@ -72,7 +72,7 @@ def test_text_is_utf8(linked: tuple[Hixl, Hixl], backend: str, bad: bytes) -> No
     assert here.notify(there, "é€😀", "") == SUCCESS
 
 
-def test_fab_dies_of_text_that_is_not_utf8(backend: str) -> None:
+def test_fab_aborts_on_text_that_is_not_utf8(backend: str) -> None:
     if backend != "fab":
         return
     program = """
@@ -169,7 +169,7 @@ def test_no_answer_in_time(linked: tuple[Hixl, Hixl], backend: str, library: Lib
 
 
 def test_a_late_answer(linked: tuple[Hixl, Hixl], backend: str, library: Library) -> None:
-    """CS takes it for the answer to the next one, which says SUCCESS before it can have arrived."""
+    """CS takes it for the answer to the next one, so that SUCCESS comes before that one can have arrived."""
     here, there = linked
     if backend == "fab":
         return
@@ -229,7 +229,7 @@ def test_a_silent_client_is_dropped_by_comm(backend: str, library: Library, obje
     assert [here.initialize(), there.initialize()] == [SUCCESS] * 2
     assert here.connect(there) == SUCCESS
     time.sleep(0.1)
-    assert here.notify(there, "a", "b") == SUCCESS, "its heart beats"
+    assert here.notify(there, "a", "b") == SUCCESS, "it sends heartbeats"
     library.set("SILENCE_MS", 0)
     if backend == "comm":
         until(lambda: here.notify(there, "a", "b", 100) in (1, FAILED, TIMEOUT))
@@ -239,7 +239,7 @@ def test_a_silent_client_is_dropped_by_comm(backend: str, library: Library, obje
 
 
 @pytest.mark.parametrize("auto", ["0", "1"])
-def test_a_dead_peer_is_noticed_with_auto_connect_only(
+def test_a_dead_peer_is_detected_with_auto_connect_only(
     backend: str, library: Library, objects: list[Hixl], auto: str
 ) -> None:
     library.set("HEARTBEAT_MS", 20)

@@ -1,4 +1,4 @@
-"""Sections 0 and 5: which back-end the options select, and which options there are."""
+"""The options: the back-end that they select, and those that there are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def resources(**keys: object) -> dict[str, str]:
 
 
 def backend_of(hixl: Hixl) -> str:
-    """Told apart by what they answer."""
+    """Return the back-end, which shows in its answers."""
     if hixl.batch()[0] == SUCCESS:
         return "cs"
     return "fab" if hixl.register(4096, 0)[0] == PARAM_INVALID else "comm"

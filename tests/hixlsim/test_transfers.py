@@ -1,4 +1,4 @@
-"""Section 3: the life of a request, and how a link breaks; in each back-end, and CS also over a host NIC."""
+"""The life of a request, and how a link breaks: in each back-end, and for CS also over a host NIC."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_requests_are_numbers_or_addresses_used_again(link: Link) -> None:
         assert seen == [1, 2, 3, 4]
 
 
-def test_an_old_question_takes_anothers_answer(link: Link) -> None:
+def test_a_query_for_an_old_request_takes_the_answer_of_another(link: Link) -> None:
     linked = link()
     first = linked.write()[1]
     assert linked.ask(first) == (SUCCESS, COMPLETED)
@@ -115,7 +115,7 @@ def test_an_old_question_takes_anothers_answer(link: Link) -> None:
     assert linked.ask(second) == ((PARAM_INVALID, BROKEN) if linked.mode.startswith("cs") else (SUCCESS, COMPLETED))
 
 
-def test_a_request_waits_its_time(link: Link) -> None:
+def test_latency_is_kept(link: Link) -> None:
     linked = link()
     linked.library.set("LATENCY_US", 200000)
     linked.ours.fill(b"slow")
@@ -128,7 +128,7 @@ def test_a_request_waits_its_time(link: Link) -> None:
     assert linked.theirs.read(4) == b"slow"
 
 
-def test_bytes_take_their_time(link: Link) -> None:
+def test_bandwidth_is_limited(link: Link) -> None:
     linked = link()
     linked.library.set("GBPS", 0.001)  # a megabyte per second
     began = time.monotonic()
@@ -147,7 +147,7 @@ def test_requests_of_a_link_complete_in_order_if_not_told_otherwise(link: Link) 
         for _ in range(20):
             waiting = [linked.write()[1] for _ in range(20)]
             while waiting:
-                # From the youngest: when that is through, so are all before it, if they keep their order.
+                # From the youngest: when that one has finished, so have all before it, if they keep their order.
                 answers = [linked.ask(req) == (SUCCESS, COMPLETED) for req in reversed(waiting)][::-1]
                 overtaken |= answers != sorted(answers, reverse=True)
                 waiting = [req for req, through in zip(waiting, answers, strict=True) if not through]
@@ -209,7 +209,7 @@ def broken_forms(mode: str) -> tuple[tuple[int, int], tuple[int, int]]:
     }[mode]
 
 
-def test_a_hardware_failure_is_of_the_link(link: Link) -> None:
+def test_a_hardware_failure_breaks_the_link(link: Link) -> None:
     linked = link()
     linked.library.set("LATENCY_US", 2000)
     executed = linked.library.count("executed")
@@ -218,7 +218,7 @@ def test_a_hardware_failure_is_of_the_link(link: Link) -> None:
     until(lambda: linked.library.count("executed") >= executed + 1)
     time.sleep(0.01)
     first, later = broken_forms(linked.mode)
-    assert linked.ask(before) == (SUCCESS, COMPLETED), "what was through stays through"
+    assert linked.ask(before) == (SUCCESS, COMPLETED), "a finished request stays finished"
     assert finally_(linked, broken, first[1]) == first[0]
     assert finally_(linked, after, later[1]) == later[0]
     status, req = linked.write()
@@ -234,7 +234,7 @@ def test_a_hardware_failure_is_of_the_link(link: Link) -> None:
     until(lambda: linked.ask(req) == (SUCCESS, COMPLETED))
 
 
-def test_unfolded_siblings_go_with_the_broken_one_even_those_that_are_through(link: Link) -> None:
+def test_unfolded_requests_fail_with_the_broken_one_even_finished_ones(link: Link) -> None:
     linked = link()
     if linked.mode != "fab":
         return
@@ -244,7 +244,7 @@ def test_unfolded_siblings_go_with_the_broken_one_even_those_that_are_through(li
     assert linked.ask(through) == (PARAM_INVALID, BROKEN)
 
 
-def test_a_stream_that_hangs_says_waiting_for_ever(link: Link) -> None:
+def test_a_stream_that_hangs_answers_waiting_for_ever(link: Link) -> None:
     linked = link()
     linked.library.set("FAULTS", "hang@1")
     stuck, behind = linked.write()[1], linked.write()[1]
@@ -343,7 +343,9 @@ def test_cs_on_the_host_is_exhausted_after_the_bytes_moved(link: Link) -> None:
     assert linked.ask(linked.write()[1]) == (SUCCESS, COMPLETED)
 
 
-def test_a_device_has_so_many_channels(library: Library, objects: list[Hixl], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_channels_of_a_device_are_limited(
+    library: Library, objects: list[Hixl], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HIXLSIM_BACKEND", "cs")
     options = {"GlobalResourceConfig": '{"comm_resource_config.max_active_channels": 1}'}
     one, two = (Linked(library, "cs", options) for _ in range(2))
@@ -370,13 +372,13 @@ def test_auto_connect_connects_at_the_first_transfer(link: Link) -> None:
     assert linked.here.disconnect(linked.there) == SUCCESS
 
 
-def test_with_auto_connect_a_bad_address_kills_the_siblings(link: Link) -> None:
+def test_with_auto_connect_a_bad_address_fails_the_other_requests(link: Link) -> None:
     linked = link(**AUTO)
     linked.library.set("LATENCY_US", 1000000)
     sibling = linked.write()[1]
     status = linked.here.transfer(linked.there, WRITE, [(linked.ours.addr, 4096, 8)])[0]
     if linked.mode == "comm":
-        assert status == SUCCESS, "nobody checks"
+        assert status == SUCCESS, "it is not checked"
         return
     assert status == PARAM_INVALID
     assert linked.ask(sibling) == (PARAM_INVALID, BROKEN)
@@ -425,7 +427,7 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_a_blocked_submit_holds_what_it_holds(library: Library, objects: list[Hixl], backend: str) -> None:
+def test_a_blocked_submit_keeps_its_locks(library: Library, objects: list[Hixl], backend: str) -> None:
     """COMM: a stuck link stalls a query of it, and that one all queries; CS and FAB: other links go on."""
     here = Hixl(library)
     peers = [Hixl(library), Hixl(library)]
@@ -473,7 +475,7 @@ def test_memory_stays_alive_until_the_bytes_moved(link: Link) -> None:
     assert linked.here.deregister(handle) == SUCCESS
 
 
-def test_over_ub_a_list_of_several_kinds_is_asked_once_too_often(library: Library, objects: list[Hixl]) -> None:
+def test_over_ub_a_list_of_several_kinds_is_queried_once_too_often(library: Library, objects: list[Hixl]) -> None:
     linked = Linked(library, "cs", {"GlobalResourceConfig": '{"comm_resource_config.protocol_desc": "ub_ctp:device"}'})
     objects += [linked.here, linked.there]
     other = Memory(4096)

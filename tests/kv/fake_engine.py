@@ -15,7 +15,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from hixl_async.errors import ClosedError, HixlError, InvalidArgumentError, PeerLostError, TransferTimeoutError
+from hixl_async.errors import (
+    ClosedError,
+    HixlError,
+    InvalidArgumentError,
+    PeerDownError,
+    RequestLostError,
+    RequestTimeoutError,
+)
 from hixl_async.types import PeerState
 
 _numbers = itertools.count(1)
@@ -130,7 +137,7 @@ class Peer:
             async with asyncio.timeout(timeout):
                 return await answer
         except TimeoutError:
-            raise TransferTimeoutError("no answer") from None
+            raise RequestTimeoutError("no answer") from None
         finally:
             del self.calls[number]
 
@@ -160,14 +167,14 @@ class Peer:
 
     def lose(self, *, dead: bool) -> None:
         """Break the connection for this side, or let its peer die."""
-        self.error = PeerLostError("the peer is lost")
+        self.error = PeerDownError("the peer is lost")
         self.error.confirmed_dead = self.confirmed_dead = dead
         if dead:
             self.harmless.set()
         self.queue.clear()
         for answer in self.calls.values():
             if not answer.done():
-                answer.set_exception(PeerLostError("the peer is lost"))
+                answer.set_exception(RequestLostError("the peer is lost"))
         for callback in list(self.losses):
             callback(self.error)
 
@@ -185,7 +192,7 @@ class Peer:
 
     def _send(self, service: str, body: dict[str, Any], number: int | None) -> None:
         if self.error is not None:
-            raise PeerLostError("the peer is lost")
+            raise PeerDownError("the peer is lost")
         body = json.loads(json.dumps(body))
         self.sent.append(body)
         self.other._receive(lambda: self.other._handle(service, body, number))
@@ -257,7 +264,7 @@ class Engine:
     def submit(self, batch: Batch, *, signal: Any = None) -> Transfer:
         peer = batch.remote.owner.peer
         if peer.error is not None:
-            raise PeerLostError("the peer is lost")
+            raise PeerDownError("the peer is lost")
         if batch.local.memory.closed:
             raise ClosedError("region closed")
         transfer = Transfer(self, batch, signal)

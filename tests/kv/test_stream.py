@@ -20,6 +20,7 @@ from hixl_async.errors import (
     TicketError,
     TransferError,
     TransferTimeoutError,
+    WaitTimeoutError,
 )
 from hixl_async.kv import LayerBlocks, Layout, Pool, Verdict, sender
 
@@ -385,7 +386,7 @@ async def test_cancelling_the_opening_fences_what_may_have_been_granted(pair: Pa
 async def test_opening_is_bounded(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks:
         pair.to_p.running = False
-        with pytest.raises(TransferTimeoutError):
+        with pytest.raises(WaitTimeoutError):
             await pair.source.open_stream(pair.to_d, blocks.ticket(), timeout=0.01)
         pair.to_p.resume()
         await blocks.fenced()
@@ -487,15 +488,15 @@ async def test_a_late_stall_timer_looks_at_the_words_first(pair: Pair) -> None:
         await blocks.stream().finished()
 
 
-async def test_a_deadline_holds_whatever_the_progress(pair: Pair) -> None:
+async def test_a_timeout_holds_whatever_the_progress(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
-        ticket = blocks.ticket(deadline=0.05)
+        ticket = blocks.ticket(timeout=0.05)
         out = await pair.source.open_stream(pair.to_d, ticket)
         out.push(0, source[0])
-        with pytest.raises(TransferTimeoutError, match="its deadline"):
+        with pytest.raises(TransferTimeoutError, match="its timeout"):
             await blocks.stream().finished()
         await blocks.fenced()
-        with pytest.raises(StreamAbortedError, match="deadline"):
+        with pytest.raises(StreamAbortedError, match="its timeout"):
             await out.finished()
 
 

@@ -1,4 +1,4 @@
-"""What make and the build say where something is missing: the remedy, in one sentence."""
+"""Make and the build state the remedy in one sentence if something is missing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_prompt_may_hold_any_character_and_be_long(tmp_path: Path, prompt: str
 
 
 def test_without_a_package_index(tmp_path: Path) -> None:
-    """pip fails; what can be done about it is said after its own message."""
+    """pip fails; the remedy follows its own message."""
     interpreter = tmp_path / ".venv" / "bin" / "python"
     make_environment = f'[ "$2" != venv ] || {{ mkdir -p "{interpreter.parent}"; cp "$0" "{interpreter}"; }}'
     fail = '[ "$2" != pip ] || { echo "no index" >&2; exit 1; }'

@@ -59,7 +59,7 @@ def test_timers_run_in_order_each_at_its_own_time() -> None:
     run(main())
 
 
-def test_a_deadline_of_an_hour() -> None:
+def test_a_timeout_of_an_hour() -> None:
     async def main() -> None:
         plan = FaultPlan(1).hold()
         async with engine_pair(drivers=faulty("shm", plan), stall=1e6) as pair:

@@ -21,6 +21,7 @@ from hixl_async import (
     TransferError,
 )
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
+from tests.signals import interrupted
 
 
 @dataclass
@@ -126,6 +127,24 @@ async def test_chance_is_seeded(world: World) -> None:
         async with engine_pair(drivers=faulty("shm", plan)) as pair:
             again = draws(World(plan, pair, *await pair.region()), 200)
             assert (again == first) is same
+
+
+# -- signals
+
+
+@pytest.mark.parametrize("kind", ["allocated", "registered"])
+async def test_signals_that_the_program_handles(world: World, kind: str) -> None:
+    if kind == "registered":
+        world.pair.right.register("registered", bytearray(1 << 16), access="read-write")
+        world.remote = await world.pair.peer.region("registered")
+    heard = world.pair.right.notifications("n")
+    world.plan.delay(0.0005, every=2).pending(every=3).hold(every=5)
+    with interrupted() as signals:
+        while signals.n < 50:
+            work = [world.write(b"x" * 4096, notify=("n", b"")), world.read(4096)]
+            world.plan.release()
+            assert await asyncio.gather(*work) == [4096, 4096]
+            await anext(heard)
 
 
 # -- delays

@@ -77,7 +77,7 @@ int faulty_poll(hxa_link *link, uint32_t budget) {
     return link->self->table->poll(link->inner, budget) || more;
 }
 
-/* Nothing more is heard of a broken link. */
+/* Of a broken link only log lines are passed on. */
 void faulty_event(void *ctx, const hxa_event *event) {
     hxa_instance *self = (hxa_instance *)ctx;
     hxa_event ours = *event;

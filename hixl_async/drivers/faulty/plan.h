@@ -1,4 +1,4 @@
-/* What the rules of a plan do to one operation. */
+/* The effects of a plan's rules on one operation. */
 #ifndef HXA_FAULTY_PLAN_H
 #define HXA_FAULTY_PLAN_H
 

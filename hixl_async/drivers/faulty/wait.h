@@ -1,4 +1,4 @@
-/* What an operation waits for before its steps: a time, or a release from Python.
+/* Waits of an operation before its steps: for a time, or for a release from Python.
  *
  * The wrapped driver has not seen the step meanwhile, so that bytes which are late really land late.
  */

@@ -40,7 +40,7 @@ static int run(faulty_operation *operation) {
     return HXA_DONE;
 }
 
-/* It is over inside the call, or refused: the core hears no event of it. */
+/* It is over inside the call, or refused: the core gets no event for it. */
 static int withdraw(faulty_operation *operation, int answer) {
     hxa_instance *self = operation->self;
     pthread_mutex_lock(&self->lock);

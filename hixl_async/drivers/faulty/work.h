@@ -1,4 +1,4 @@
-/* Transfers and notifications: submitting them, ending them early, and what the wrapped driver says about them. */
+/* Transfers and notifications: submitting them, ending them early, and the events of the wrapped driver about them. */
 #ifndef HXA_FAULTY_WORK_H
 #define HXA_FAULTY_WORK_H
 

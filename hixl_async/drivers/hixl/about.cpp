@@ -1,14 +1,16 @@
-// What `hixl-async info` shows of the library that was found.
-#include "instance.hpp"
+#include "about.hpp"
 
 #include <fstream>
 #include <new>
+#include <string>
+
+#include "instance.hpp"
 
 namespace hx {
 
 namespace {
 
-// `${root}/share/info/hixl/version.info` of the toolkit that the library lies in; the library itself does not tell.
+// From `${root}/share/info/hixl/version.info` of the toolkit that has the library; the library itself has no version.
 std::string version_of(const std::string &library) {
     std::string root = library;
     for (int i = 0; i < 3; i++) {  // the file, lib64, and where there is one the architecture

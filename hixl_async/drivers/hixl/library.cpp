@@ -1,4 +1,3 @@
-// Where libcann_hixl.so is looked for, and what must be in it.
 #include "library.hpp"
 
 #include <dlfcn.h>
@@ -54,7 +53,7 @@ std::vector<std::string> places() {
     return out;
 }
 
-// "/a/libcann_hixl.so: cannot open shared object file" -> the part that says why.
+// The reason of the loader.
 std::string why() {
     const char *text = dlerror();
     return text != nullptr ? text : "unknown error";

@@ -1,4 +1,4 @@
-// The loaded libraries, and one typed function for each symbol that is used of them.
+// libcann_hixl.so and the libraries beside it: finding and loading them, and a typed function for each symbol in use.
 #pragma once
 
 #include <string>
@@ -38,7 +38,7 @@ struct Library {
     abi::GetNotifies get_notifies = nullptr;
     abi::MakeText make_text = nullptr;
     abi::TextOf text_of = nullptr;
-    // What came in 2026, each by itself.
+    // Added in 2026; each may be missing by itself.
     abi::GetTransferStatuses transfer_statuses = nullptr;
     abi::Connect connect_async = nullptr, disconnect_async = nullptr;
     abi::GetAsyncConnectStatus connect_status = nullptr;
@@ -46,9 +46,8 @@ struct Library {
     Acl acl;
     std::string path;  // of libcann_hixl.so
 
-    // Loads from `wanted`, a file or folder, or from the usual places where it is empty.  Answers 0, or
-    // -HXA_E_UNSUPPORTED with every attempt in `error`.  Libraries stay loaded: their threads may outlive what uses
-    // them.
+    // Loads from `wanted`, a file or folder, or from the usual places where it is empty.  Returns 0, or
+    // -HXA_E_UNSUPPORTED with every attempt in `error`.  Libraries stay loaded: their threads may outlive the instances.
     int load(const std::string &wanted, std::string &error);
 
     abi::Text text(const std::string &value) const {

@@ -1,4 +1,3 @@
-// Links as the core sees them: cards, messages between the two drivers, handing out what came, and the end.
 #include "link.hpp"
 
 #include <sys/eventfd.h>
@@ -6,8 +5,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
+#include <new>
 
-#include "route.hpp"
+#include "address.hpp"
+#include "doorbell.hpp"
+#include "endpoint.hpp"
+#include "hxa_retry.h"
+#include "memory.hpp"
+#include "operation.hpp"
 
 namespace hx {
 
@@ -21,7 +27,7 @@ bool take(const char *&at, const char *end, Number &out) {
     return true;
 }
 
-// How many frames of a new peer may be under way to us: all windows together fit HIXL's queue.
+// The number of frames of a new peer that may be under way to us.  All windows together fit HIXL's queue.
 uint32_t grant(hxa_instance &self) {
     const uint32_t left = QUEUE - self.granted;
     const uint32_t window = std::min(WINDOW, left / 4);
@@ -38,25 +44,6 @@ constexpr Outcome LINK_ENDED = {HXA_E_LINK, 0, HXA_SCOPE_LINK};
 
 }  // namespace
 
-void link_ring(hxa_link *link) {
-    if (link->armed.exchange(0) == 0) return;
-    const uint64_t one = 1;
-    const ssize_t written = write(link->fd, &one, sizeof one);
-    (void)written;
-    link->self->count.wakes_sent++;
-}
-
-void link_end(hxa_link *link, uint64_t after, const std::string &why) {
-    {
-        Guard guard(link->lock);
-        if (link->end_pending) return;
-        link->end_pending = true;
-        link->end_after = after;
-        link->end_text = why;
-    }
-    link_ring(link);
-}
-
 int link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card *card) {
     if (self->started == 0) return -HXA_E_BUSY;
     auto link = std::make_unique<hxa_link>();
@@ -64,7 +51,8 @@ int link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card *car
     if (link->fd < 0) return -HXA_E_NOMEM;
     link->self = self;
     link->cookie = cookie;
-    if (getrandom(&link->tag, sizeof link->tag, 0) != sizeof link->tag) link->tag = clock_now() ^ cookie << 48;
+    if (HXA_RETRY(getrandom(&link->tag, sizeof link->tag, 0)) != sizeof link->tag)
+        link->tag = clock_now() ^ cookie << 48;
     link->window = grant(*self);
     self->granted += link->window;
     LinkCard about = {};
@@ -93,15 +81,16 @@ int link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
     hxa_instance &self = *link->self;
     LinkCard about;
     for (uint32_t i = 0; i < card->nfds; i++) close(card->fds[i]);
-    if (link->state != hxa_link::NEW || link->route != nullptr) return -HXA_E_INVALID;
+    if (link->state != hxa_link::NEW || link->endpoint != nullptr) return -HXA_E_INVALID;
     if (card->len != sizeof about || card->nfds != 0) return -HXA_E_PROTOCOL;
     std::memcpy(&about, card->data, sizeof about);
-    // HIXL is never asked about an address that makes no sense: with AutoConnect it would take down other links.
+    // HIXL never gets an invalid address: with AutoConnect it would take down other links.
     if (about.magic != LINK_MAGIC || about.version != VERSION || about.token == 0 || about.window > QUEUE
-        || about.control > 1 || about.backend == 0 || about.backend > static_cast<uint16_t>(Backend::FAB) || about.id[ID_BYTES - 1] != '\0' || !valid_address(about.id))
+        || about.control > 1 || about.backend == 0 || about.backend > static_cast<uint16_t>(Backend::FAB)
+        || about.id[ID_BYTES - 1] != '\0' || !valid_address(about.id))
         return -HXA_E_PROTOCOL;
     const Backend theirs = static_cast<Backend>(about.backend);
-    if (theirs != self.backend) {  // HIXL would say FAILED, or wait for an answer that the other does not know how to give
+    if (theirs != self.backend) {  // HIXL would answer FAILED, or wait for an answer that the other cannot give
         op->native = native_of(self.backend, theirs);
         return -HXA_E_UNSUPPORTED;
     }
@@ -114,19 +103,19 @@ int link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
     link->by_control = self.options.notify_control || about.window < WINDOW_LEAST;
     link->out.grant(std::max(about.window, WINDOW_LEAST), self.options.pending_notes);
     {
-        // Attached under the lock, so that the route does not end before it hears of us.
+        // Attached under the lock, so that the endpoint does not end before.
         Guard guard(self.lock);
-        std::shared_ptr<Route> &route = self.routes[id];
-        if (route == nullptr) {
-            route = std::make_shared<Route>(self, id);
-            route->open();
+        std::shared_ptr<Endpoint> &endpoint = self.endpoints[id];
+        if (endpoint == nullptr) {
+            endpoint = std::make_shared<Endpoint>(self, id);
+            endpoint->open();
         }
-        link->route = route;
-        route->attach(link, about.registrations, op);
+        link->endpoint = endpoint;
+        endpoint->attach(link, about.registrations, op);
     }
     if (!link->peer_control) {
         self.listeners++;
-        self.notes->wake();
+        self.notifications->wake();
     }
     return HXA_PENDING;
 }
@@ -137,8 +126,7 @@ int link_fd(hxa_link *link) { return link->fd; }
 
 int link_poll(hxa_link *link, uint32_t budget) {
     hxa_instance &self = *link->self;
-    uint64_t rung;
-    if (read(link->fd, &rung, sizeof rung) == sizeof rung) self.count.wakes_received++;
+    if (clear_doorbell(link)) self.count.wakes_received++;
     uint32_t n = 0;
     Inbox::Record record;
     while (n < budget && link->in.take(record)) {
@@ -160,7 +148,7 @@ int link_poll(hxa_link *link, uint32_t budget) {
     }
     uint64_t seq, cost;
     if (link->in.due_credit(std::max(link->window, WINDOW_LEAST), seq, cost) && link->down == 0)
-        self.say(link, Word::CREDIT, pack(seq) + pack(cost));
+        self.send(link, Message::CREDIT, pack(seq) + pack(cost));
     if (!link->in.empty()) return 1;
     std::string why;
     bool ended = false;
@@ -173,7 +161,7 @@ int link_poll(hxa_link *link, uint32_t budget) {
         link->down = 1;
         self.event(link, HXA_EVENT_LINK_DOWN, why, HXA_E_LINK);
     }
-    // From here on who puts something in rings; what came before that is seen now.
+    // From here on a thread that puts something in rings; what came before is seen now.
     link->armed = 1;
     if (link->in.empty() || link->armed.exchange(0) == 0) return 0;
     return 1;
@@ -185,50 +173,50 @@ int link_message(hxa_link *link, const void *data, size_t len) {
     uint8_t word;
     uint64_t seq = 0, cost = 0;
     bool fine = take(at, end, word);
-    switch (static_cast<Word>(fine ? word : 0)) {
-        case Word::WAKE:
+    switch (static_cast<Message>(fine ? word : 0)) {
+        case Message::WAKE:
             fine = take(at, end, seq);
             if (fine) {
                 link->in.announced(seq, clock_now());
                 self.notes_at = clock_now();
-                self.notes->wake();
+                self.notifications->wake();
             }
             break;
-        case Word::CREDIT:
+        case Message::CREDIT:
             fine = take(at, end, seq) && take(at, end, cost) && link->out.credit(seq, cost);
-            if (fine && link->route != nullptr) link->route->pump();
+            if (fine && link->endpoint != nullptr) link->endpoint->wake_sender();
             break;
-        case Word::LOST:
-            fine = take(at, end, seq) && link->route != nullptr;
-            if (fine && link->state == hxa_link::UP) link->route->resend(link, seq);
+        case Message::LOST:
+            fine = take(at, end, seq) && link->endpoint != nullptr;
+            if (fine && link->state == hxa_link::UP) link->endpoint->resend(link, seq);
             break;
-        case Word::PIECES: {
+        case Message::PIECES: {
             const Inbox::Put put = link->in.put(std::string(at, end));
-            fine = put != Inbox::Put::NONSENSE;
-            if (put == Inbox::Put::READY) link_ring(link);
+            fine = put != Inbox::Put::MALFORMED;
+            if (put == Inbox::Put::READY) ring_doorbell(link);
             break;
         }
-        case Word::FENCE:
+        case Message::FENCE:
             link->fenced = 1;
-            if (link->route == nullptr) self.say(link, Word::FENCED);
-            else if (link->state != hxa_link::STOPPED) link->route->fence(link);  // else the goodbye answers
+            if (link->endpoint == nullptr) self.send(link, Message::FENCED);
+            else if (link->state != hxa_link::STOPPED) link->endpoint->fence(link);  // else STOPPED answers
             break;
-        case Word::FENCED:
+        case Message::FENCED:
             link->peer_away = true;
             end_fence(link, {});
             break;
-        case Word::GOODBYE:
+        case Message::STOPPED:
             fine = take(at, end, seq);
             if (!fine) break;
             link->peer_away = true;
             end_fence(link, {});
             link->in.announced(seq, clock_now());
-            link_end(link, seq, "the peer stopped the link");
+            end_link(link, seq, "the peer stopped the link");
             break;
         default: fine = false;
     }
     if (fine) return 0;
-    link_end(link, 0, "the peer's driver said something that makes no sense");
+    end_link(link, 0, "the peer's driver sent a malformed message");
     return -HXA_E_PROTOCOL;
 }
 
@@ -240,23 +228,23 @@ int link_stop(hxa_link *link, int dead, hxa_op *op) {
         link->peer_away = true;
         end_fence(link, {});
     }
-    if (link->route == nullptr) return HXA_DONE;
-    link->route->stop(link, dead != 0, op);
+    if (link->endpoint == nullptr) return HXA_DONE;
+    link->endpoint->stop(link, dead != 0, op);
     return HXA_PENDING;
 }
 
 int link_fence(hxa_link *link, hxa_op *op) {
-    if (link->peer_away || link->route == nullptr) return HXA_DONE;
+    if (link->peer_away || link->endpoint == nullptr) return HXA_DONE;
     if (link->fence != nullptr) return -HXA_E_BUSY;
     link->fence = op;
-    link->self->say(link, Word::FENCE);
+    link->self->send(link, Message::FENCE);
     return HXA_PENDING;
 }
 
 void link_free(hxa_link *link) {
     hxa_instance &self = *link->self;
     end_fence(link, LINK_ENDED);
-    if (link->route != nullptr && !link->peer_control) self.listeners--;
+    if (link->endpoint != nullptr && !link->peer_control) self.listeners--;
     self.granted -= link->window;
     {
         Guard guard(self.lock);
@@ -271,11 +259,11 @@ void link_free(hxa_link *link) {
 
 namespace {
 
-bool inside(const hxa_mem *mem, uint64_t offset, uint64_t length) {
+bool is_inside(const hxa_mem *mem, uint64_t offset, uint64_t length) {
     return offset <= mem->size && length <= mem->size - offset;
 }
 
-// Everything is looked at before anything is taken.
+// Everything is checked before anything is taken.
 int check(const hxa_link *link, const hxa_batch *batch, hxa_op *op, uint8_t &groups) {
     if (batch->verb > HXA_WRITE) return -HXA_E_INVALID;
     if (batch->n == 0 && batch->signal == nullptr && batch->topic == nullptr) return -HXA_E_INVALID;
@@ -289,7 +277,7 @@ int check(const hxa_link *link, const hxa_batch *batch, hxa_op *op, uint8_t &gro
         if (ours == nullptr || ours->link != nullptr || ours->self != link->self || theirs == nullptr
             || theirs->link != link || desc.len == 0)
             return -HXA_E_INVALID;
-        if (!inside(ours, desc.loff, desc.len) || !inside(theirs, desc.roff, desc.len)) return -HXA_E_RANGE;
+        if (!is_inside(ours, desc.loff, desc.len) || !is_inside(theirs, desc.roff, desc.len)) return -HXA_E_RANGE;
         if ((theirs->rights & right) == 0) return -HXA_E_RIGHTS;
         if (ours->state == hxa_mem::REFUSED) {
             op->native = ours->refusal.native;
@@ -300,16 +288,12 @@ int check(const hxa_link *link, const hxa_batch *batch, hxa_op *op, uint8_t &gro
     op->failed = -1;
     if (batch->signal != nullptr) {
         if (batch->signal->link != link || batch->signal_off % 8 != 0) return -HXA_E_INVALID;
-        if (!inside(batch->signal, batch->signal_off, 8)) return -HXA_E_RANGE;
+        if (!is_inside(batch->signal, batch->signal_off, 8)) return -HXA_E_RANGE;
         if ((batch->signal->rights & HXA_RIGHT_WRITE) == 0) return -HXA_E_RIGHTS;
     }
     if (batch->topic != nullptr && static_cast<uint64_t>(batch->topic_len) + batch->note_len > NOTE_BYTES)
         return -HXA_E_RANGE;
     return 0;
-}
-
-uint32_t note_cost(const hxa_batch *batch) {
-    return record_cost(5 + static_cast<size_t>(batch->topic_len) + batch->note_len);
 }
 
 }  // namespace
@@ -319,37 +303,37 @@ int submit(hxa_link *link, const hxa_batch *batch, hxa_op *op) {
     uint8_t groups;
     const int status = check(link, batch, op, groups);
     if (status != 0) return status;
-    if (batch->topic != nullptr && !link->out.reserve(note_cost(batch))) return -HXA_E_BUSY;
-    Job &job = *new (op->scratch) Job();
-    job.link = link;
-    job.batch = batch;
-    job.groups = groups;
-    job.cursor = batch->n == 0 ? CURSOR_END : 0;
+    if (batch->topic != nullptr && !link->out.reserve(note_cost(*batch))) return -HXA_E_BUSY;
+    Operation &operation = *new (op->scratch) Operation();
+    operation.link = link;
+    operation.batch = batch;
+    operation.groups = groups;
+    operation.cursor = batch->n == 0 ? CURSOR_END : 0;
     op->status = HXA_OK;
     op->native = 0;
     op->scope = HXA_SCOPE_OP;
     op->failed = -1;
     op->bytes = 0;
     link->self->count.ops_queued++;
-    link->route->submit(op);
+    link->endpoint->submit(op);
     return HXA_PENDING;
 }
 
 int cancel(hxa_link *link, hxa_op *op) {
     uint32_t queued = QUEUED;
-    if (!job_of(op).claim.compare_exchange_strong(queued, CANCELLED)) return 0;
-    link->route->reap(op);
+    if (!operation_of(op).claim.compare_exchange_strong(queued, CANCELLED)) return 0;
+    link->endpoint->cancel(op);
     return 1;
 }
 
 uint64_t progress(hxa_link *link, const hxa_op *op) {
     (void)link;
-    return job_of(op).landed.load(std::memory_order_relaxed);
+    return operation_of(op).landed.load(std::memory_order_relaxed);
 }
 
 int abandon(hxa_link *link, hxa_op *op) {
-    job_of(op).claim.fetch_or(ABANDONED);
-    link->route->abandon(op);
+    operation_of(op).claim.fetch_or(ABANDONED);
+    link->endpoint->abandon(op);
     return 0;
 }
 

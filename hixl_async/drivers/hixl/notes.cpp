@@ -8,7 +8,6 @@ namespace hx {
 
 namespace {
 
-constexpr size_t BODY_HEAD = 5;            // flags, length of the topic
 constexpr uint64_t AHEAD = 8192;           // numbers that may be waited for at once
 constexpr uint64_t HELD_BYTES = 32 << 20;  // of records that wait for an earlier one
 constexpr uint8_t HAS_SIGNAL = 1, HAS_NOTE = 2;
@@ -199,24 +198,24 @@ Inbox::Put Inbox::put(const std::string &pieces) {
     Guard guard(lock_);
     bool ready = false;
     for (size_t at = 0; at < pieces.size();) {
-        if (pieces.size() - at < PIECE_HEAD) return Put::NONSENSE;
+        if (pieces.size() - at < PIECE_HEAD) return Put::MALFORMED;
         const char *head = pieces.data() + at;
         const uint64_t seq = get<uint64_t>(head);
         const uint32_t offset = get<uint32_t>(head + 8), total = get<uint32_t>(head + 12), n = get<uint32_t>(head + 16);
         at += PIECE_HEAD;
         if (n > pieces.size() - at || total < BODY_HEAD || total > BODY_HEAD + NOTE_BYTES || n == 0 || offset > total
             || n > total - offset || seq == 0)
-            return Put::NONSENSE;
+            return Put::MALFORMED;
         const char *bytes = pieces.data() + at;
         at += n;
-        if (seq < next_) continue;  // it came another way before
-        if (seq - next_ >= AHEAD) return Put::NONSENSE;
+        if (seq < next_) continue;  // it came before
+        if (seq - next_ >= AHEAD) return Put::MALFORMED;
         Partial &partial = partial_[seq];
         if (partial.body.empty()) {
             partial.body.resize(total);
             bytes_ += total;
         }
-        if (partial.body.size() != total || bytes_ > HELD_BYTES) return Put::NONSENSE;
+        if (partial.body.size() != total || bytes_ > HELD_BYTES) return Put::MALFORMED;
         std::memcpy(&partial.body[offset], bytes, n);
         add_range(partial, offset, offset + n);
         expected_ = std::max(expected_, seq);
@@ -227,7 +226,7 @@ Inbox::Put Inbox::put(const std::string &pieces) {
         const uint8_t flags = static_cast<uint8_t>(body[0]);
         const uint32_t topic_len = get<uint32_t>(body.data() + 1);
         if (topic_len > body.size() - BODY_HEAD || flags == 0 || (flags & ~(HAS_SIGNAL | HAS_NOTE)) != 0)
-            return Put::NONSENSE;
+            return Put::MALFORMED;
         bytes_ -= body.size();
         const uint32_t cost = record_cost(body.size());
         body.erase(0, BODY_HEAD);
@@ -257,16 +256,12 @@ void Inbox::announced(uint64_t seq, uint64_t now) {
     if (missing_since_ == 0) missing_since_ = now;
 }
 
-uint64_t Inbox::overdue(uint64_t now, uint64_t &next_look) {
+uint64_t Inbox::overdue(uint64_t now) {
     Guard guard(lock_);
     if (expected_ < next_) return 0;
     if (missing_since_ == 0) missing_since_ = now;
-    if (now - missing_since_ < LOST_AFTER) {
-        next_look = std::min(next_look, missing_since_ + LOST_AFTER);
-        return 0;
-    }
+    if (now - missing_since_ < LOST_AFTER) return 0;
     missing_since_ = now;
-    next_look = std::min(next_look, now + LOST_AFTER);
     return next_;
 }
 

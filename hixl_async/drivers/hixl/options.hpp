@@ -1,4 +1,4 @@
-// What may be said at `open`; all of it is checked before anything is loaded.
+// The options of `open`.  This driver checks the values that it uses itself, before anything is loaded.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace hx {
 enum class Backend : uint32_t { AUTO, COMM, CS, FAB };
 const char *word_of(Backend backend);  // as the option `backend` has it
 
-// What mem_alloc gives: AUTO is page-locked memory of AscendCL's, except where HIXL cannot take it.
+// The memory of mem_alloc.  AUTO is page-locked memory of AscendCL, except where HIXL cannot take it.
 enum class HostMemory : uint32_t { AUTO, PINNED, PAGES };
 
 struct Options {
@@ -31,29 +31,26 @@ struct Options {
     int32_t notify_timeout_ms = 1000;
     uint64_t busy_ms = 2000;  // how long RESOURCE_EXHAUSTED is retried
     uint64_t spin_us = 50;
-    uint64_t poll_max_us = 500;   // longest sleep between two looks at transfers
-    uint64_t notes_poll_ms = 20;  // longest sleep between two looks for notifications
+    uint64_t poll_max_us = 500;   // longest sleep between two polls of transfers
+    uint64_t notes_poll_ms = 20;  // longest sleep between two polls for notifications
     uint32_t in_flight = 512;     // requests per link that HIXL may hold
     uint32_t request_descriptors = 4096;
     uint64_t pending_notes = 1024;            // notifications per link that may wait for room
     uint32_t threads = 64;                    // most
     std::map<std::string, std::string> hixl;  // for Initialize, by HIXL's own keys
+    std::string unknown;                      // those of them that HIXL does not document
 
     bool auto_connect() const;  // HIXL connects, and cuts what failed, by itself
     // 0, or -HXA_E_INVALID with the reason in `error`.
     int parse(const hxa_option *options, size_t n, std::string &error);
-    // The engine that HIXL makes on a kind of NPU, as AscendCL names it.
+    // The back-end that HIXL uses on a kind of NPU, as AscendCL names it.
     Backend backend_on(const std::string &npu) const;
-    // mem_alloc gives plain pages there: HIXL takes no page-locked memory for the 950's way over a NIC of the host.
+    // mem_alloc gives plain pages there: on a 950 HIXL takes no page-locked memory over a NIC of the host.
     bool pages_on(const std::string &npu) const;
 
   private:
     std::string choose();
-    std::string given(const std::string &key) const;  // one of HIXL's, by any of its names; empty: it is not
+    std::string given(const std::string &key) const;  // of HIXL, by any of its names; empty: it is not given
 };
-
-// "ip:port" or "[ip]:port" with a literal address and a port from 1.
-bool valid_address(const std::string &text);
-std::string address_text(const std::string &ip, uint16_t port);
 
 }  // namespace hx

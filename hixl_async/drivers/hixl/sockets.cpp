@@ -11,13 +11,13 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "options.hpp"
+#include "address.hpp"
 
 namespace hx {
 
 namespace {
 
-// Is this descriptor a socket whose other end is at `address`?
+// True if the descriptor is a socket whose other end is at `address`.
 bool leads_to(int fd, const std::string &address) {
     struct sockaddr_storage peer;
     socklen_t size = sizeof peer;
@@ -39,7 +39,7 @@ bool leads_to(int fd, const std::string &address) {
     return inet_ntop(peer.ss_family, raw, ip, sizeof ip) != nullptr && address_text(ip, ntohs(port)) == address;
 }
 
-// Calls `with` with a descriptor of our own of each such socket, and its inode.
+// Calls `with` for each such socket: a descriptor of our own, and its inode.
 template <class With>
 void each_to(const std::string &address, With with) {
     DIR *all = opendir("/proc/self/fd");
@@ -48,7 +48,7 @@ void each_to(const std::string &address, With with) {
         char *end;
         const long fd = std::strtol(entry->d_name, &end, 10);
         if (*end != '\0' || end == entry->d_name || !leads_to(static_cast<int>(fd), address)) continue;
-        // The number may be another file's by now, so that the rest is asked of one that nobody else can close.
+        // The number may be another file's by now, so that a descriptor that only we close is asked again.
         const int ours = fcntl(static_cast<int>(fd), F_DUPFD_CLOEXEC, 0);
         if (ours < 0) continue;
         struct stat about;
@@ -61,7 +61,7 @@ void each_to(const std::string &address, With with) {
 }  // namespace
 
 Sockets::Sockets(const std::string &address) : address_(address) {
-    // The same may be written in more ways than one.
+    // One address may be written in several ways.
     const size_t colon = address.rfind(':');
     std::string ip = address.substr(0, colon);
     if (!ip.empty() && ip.front() == '[') ip = ip.substr(1, ip.size() - 2);

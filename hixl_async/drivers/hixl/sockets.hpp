@@ -1,8 +1,8 @@
 // The sockets over which this process talks to one HIXL engine.
 //
-// On one back-end (COMM) Connect and Disconnect read an answer without any limit of time: an engine that accepts and
-// says nothing would hold them for ever, and with them the link, the thread and Finalize.  HIXL has no call that ends
-// them, but what they read from can be shut from outside, which they take for an engine that is gone.
+// On one back-end (COMM) Connect and Disconnect read an answer without a time limit: an engine that accepts and never
+// answers would hold them for ever, and with them the link, the thread and Finalize.  HIXL has no call that ends them,
+// but the socket that they read from can be shut from outside, which they take for an engine that is gone.
 #pragma once
 
 #include <string>
@@ -26,7 +26,7 @@ class Sockets {
     };
     // The call that is under way, and when it began; nullptr: none.
     const char *call(uint64_t &since);
-    // Shuts what was opened since then; answers how many that were.
+    // Shuts the sockets that were opened since then; returns their number.
     uint32_t shut();
 
   private:

@@ -27,11 +27,11 @@ struct Remedy {
     const char *text;
 };
 
-// What a code means and what to do about it.
+// The meaning of a code and the remedy.
 constexpr Remedy REMEDIES[] = {
     {abi::PARAM_INVALID,
-     "PARAM_INVALID: an option, address or length that HIXL refuses; memory must be registered on both sides, not "
-     "overlap another registration, and options must fit the back-end (BufferPool is COMM's alone)"},
+     "PARAM_INVALID: an option, address or length that HIXL refuses; memory must be registered on both sides and not "
+     "overlap another registration; options must be known to HIXL and fit the back-end (BufferPool is for comm alone)"},
     {abi::TIMEOUT,
      "TIMEOUT: raise connect_timeout_ms or notify_timeout_ms (TLS needs 2 s and more), and see whether the peer hangs"},
     {abi::NOT_CONNECTED, "NOT_CONNECTED: the link was lost; the driver connects again, so repeat the transfer"},
@@ -44,7 +44,7 @@ constexpr Remedy REMEDIES[] = {
      "RESOURCE_EXHAUSTED: too many links are busy at once; lower in_flight, or raise "
      "comm_resource_config.max_active_channels"},
     {abi::FAILED,
-     "FAILED: HIXL's log says why (ASCEND_SLOG_PRINT_TO_STDOUT=1); not initialised, no listener at the address, "
+     "FAILED: the reason is in HIXL's log (ASCEND_SLOG_PRINT_TO_STDOUT=1); not initialised, no listener at the address, "
      "port in use (hixl_port), memory that it does not take, or a failed transfer"},
     {107002, "ACL code 107002: no context on the thread; is the NPU visible, and the option device right?"},
     {207000,
@@ -67,10 +67,10 @@ const char *error_text(int32_t status, int32_t native) {
         "HIXL cannot do that here",
         "memory ran out",
         "a bounded resource is in use; try again later",
-        "the link is down, stopped or fenced, or a transfer on it failed",
+        "the link failed",
         "cancelled before it began",
         "no answer in time",
-        "what the peer sent makes no sense: no hixl driver of this version makes such cards or messages",
+        "the peer sent a card or message that no hixl driver of this version makes",
         "the operating system refused",
     };
     static thread_local char text[400];
@@ -100,7 +100,7 @@ const char *error_text(int32_t status, int32_t native) {
         std::snprintf(text, sizeof text, "%s (HIXL: %s)", texts[status], remedy.text);
         return text;
     }
-    std::snprintf(text, sizeof text, "%s (ACL code %d; CANN's documentation of aclError tells more)", texts[status],
+    std::snprintf(text, sizeof text, "%s (ACL code %d; see CANN's documentation of aclError)", texts[status],
                   native);
     return text;
 }

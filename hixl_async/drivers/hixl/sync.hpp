@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <cerrno>
 #include <cstdint>
 
 namespace hx {
@@ -16,6 +17,13 @@ inline uint64_t clock_now() {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return static_cast<uint64_t>(now.tv_sec) * SECOND + static_cast<uint64_t>(now.tv_nsec);
+}
+
+// All of it, however many signals come.
+inline void sleep_for(uint64_t ns) {
+    const uint64_t end = clock_now() + ns;
+    const struct timespec until = {static_cast<time_t>(end / SECOND), static_cast<long>(end % SECOND)};
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr) == EINTR) {}
 }
 
 inline void relax() {

@@ -139,7 +139,7 @@ int aclrtSetCurrentContext(void *context) {
 int aclrtMalloc(void **memory, size_t size, int) { return allocate(memory, size, 2, size_t{2} << 20); }
 int aclrtFree(void *memory) { return release(memory, 2); }
 
-// Page-locking takes its time, and may fail.
+// Page-locking takes time, and may fail.
 int aclrtMallocHost(void **memory, size_t size) {
     const char *error = std::getenv("HIXLSIM_MALLOC_HOST");
     const char *delay = std::getenv("HIXLSIM_MALLOC_HOST_MS");

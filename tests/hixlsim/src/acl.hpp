@@ -1,4 +1,4 @@
-// What of ACL a caller of HIXL needs, and what the simulated HIXL itself asks of it.
+// The part of ACL that a caller of HIXL needs, and that the simulated HIXL itself uses.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +37,7 @@ HIXLSIM_API const char *aclrtGetSocName();
 
 // Not ACL's. Is the address inside memory of aclrtMalloc (2), of aclrtMallocHost (1), or of neither (0)?
 HIXLSIM_API int hixlsim_memory_kind(const void *address);
-// Not ACL's. False for a context that was destroyed: what a thread is left with that only ever borrowed HIXL's own.
+// Not ACL's. False for a context that was destroyed, as a thread has that only borrowed HIXL's own.
 HIXLSIM_API int hixlsim_context_lives(void *context);
 
 }

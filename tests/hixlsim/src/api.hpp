@@ -1,4 +1,4 @@
-// The public face of HIXL and of ge::AscendString, declared anew from the facts of its ABI: names, sizes and offsets are what a
+// The public interface of HIXL and of ge::AscendString, declared anew from the facts of its ABI: names, sizes and offsets are what a
 // caller that was compiled against CANN's headers expects.
 #pragma once
 

@@ -1,4 +1,4 @@
-// COMM: the HCCL communicator, default on A2 and A3. Requests are numbers; a dead stream is never noticed; notifications are
+// COMM: the HCCL communicator, default on A2 and A3. Requests are numbers; a dead stream is never detected; notifications are
 // queued with the link that brought them.
 #include <algorithm>
 #include <cerrno>
@@ -190,7 +190,7 @@ class Comm : public Engine {
         Unpack body(frame.body);
         if (frame.type == Message::ack) {
             std::lock_guard<std::mutex> hold(acks_guard_);
-            acks_.insert(body.number());  // one that comes too late stays for ever
+            acks_.insert(body.number());  // a late one is never removed
             acks_bell_.notify_all();
             return true;
         }
@@ -238,7 +238,7 @@ class Comm : public Engine {
         }
     }
 
-    // A client of this name has a half already: it goes, and what it had not delivered.
+    // The earlier half of a client of this name is dropped, with everything that it had not delivered.
     void replace(const std::string &client) override {
         for (auto each = halves_.begin(); each != halves_.end();) {
             each = each->second.client == client ? drop(each) : std::next(each);
@@ -385,7 +385,7 @@ class Comm : public Engine {
         link.requests.clear();
     }
 
-    // One request broke: all of the link are gone, and it works no more.
+    // One failed request ends all requests of the link, and the link itself.
     void fail_link(Link &link, Status status) {
         link.stream->abort();
         purge(link);

@@ -48,7 +48,7 @@ void ConnectPool::stop() {
     workers_.clear();
 }
 
-// What is shown is the latest submitted: an older job's end does not cover it.
+// The status is that of the job that was submitted last; the end of an older job does not change it.
 void ConnectPool::set(const std::string &remote, S status) {
     const auto found = statuses_.find(remote);
     const S shown = found == statuses_.end() ? S::NOT_CONNECT : found->second;

@@ -1,4 +1,4 @@
-// Connects and disconnects that nobody waits for: in turn for one peer, side by side for different ones.
+// Asynchronous connects and disconnects: one after another for one peer, in parallel for different ones.
 #pragma once
 
 #include <condition_variable>

@@ -22,7 +22,7 @@ constexpr size_t most_host_requests = 4096;
 constexpr size_t most_notifies = 4096;
 
 // Where requests live: freed memory comes back at the next request, as it does from malloc, which keeps a little for each thread
-// and gives the rest to whoever comes.
+// and gives the rest to any of them.
 class Handles {
   public:
     void *take() {
@@ -163,7 +163,7 @@ class Cs : public Engine {
         if (status != SUCCESS) {
             return disconnect_on_error(remote, status);
         }
-        // Only now does the index know it: whoever disconnected meanwhile has lost it.
+        // It is in the index only from here on: a disconnect in between has lost it.
         std::lock_guard<std::mutex> hold(index_guard_);
         erase_locked(req);
         order_.push_back(req);
@@ -247,7 +247,7 @@ class Cs : public Engine {
             return FAILED;
         }
         if (link->stream->left_in_order()) {
-            // An engine that is over leaves its end of the connection open, and nobody reads it.
+            // An engine that is over leaves its end of the connection open, and does not read it any more.
             std::this_thread::sleep_until(deadline);
             return TIMEOUT;
         }
@@ -322,7 +322,7 @@ class Cs : public Engine {
         return true;
     }
 
-    // Only with AutoConnect is a dead peer ever noticed.
+    // A dead peer is detected only with AutoConnect.
     void beat() override {
         if (!options_.auto_connect) {
             return;
@@ -548,7 +548,7 @@ class Cs : public Engine {
         }
         Request &request = *found->second;
         if (request.mixed && link.stream->state_of(request) == State::done) {
-            // It is split by kind; the part that is through first is freed, and asked again at the next query.
+            // It is split by kind; the part that finishes first is freed, and asked again at the next query.
             if (request.half) {
                 release(link, req);
                 return PARAM_INVALID;

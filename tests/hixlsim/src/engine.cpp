@@ -17,7 +17,7 @@ using hixl::PARAM_INVALID;
 using hixl::SUCCESS;
 using hixl::TIMEOUT;
 
-// What a peer reads to see whether it can.
+// A peer reads this to find out if it can.
 uint64_t landmark = 0;
 
 std::atomic<uint64_t> next_link{1};
@@ -80,7 +80,7 @@ Status Engine::initialize(Options options) {
         aclrtCreateContext(&context_, device_);
         aclrtSetCurrentContext(before);
     }
-    // Peers that are no children of ours reach into this process where Yama would let only parents.
+    // Lets peers that are not children reach into this process where Yama would allow only parents.
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
     signal(SIGPIPE, SIG_IGN);  // so does the real one, for the whole process
     landmark = reinterpret_cast<uint64_t>(&landmark);
@@ -298,7 +298,7 @@ Status Engine::join(const std::string &remote, int timeout_ms, Breaks breaks, bo
     return SUCCESS;
 }
 
-// COMM reads an answer without minding the time: whoever does not answer keeps it for ever.
+// COMM reads an answer without a time limit: a peer that does not answer blocks it for ever.
 Clock::time_point Engine::answer_by(Clock::time_point deadline) const {
     const int most = settings().comm_patience_ms;
     if (backend_ != Backend::comm) {
@@ -377,7 +377,7 @@ bool Engine::on_hello(const ConnectionPtr &from, Frame &frame) {
     const std::string client = hello.string();
     Pack welcome;
     if (backend != backend_ || client.empty()) {
-        // Two protocols that do not understand each other.
+        // The two protocols are not compatible.
         from->send(Message::welcome, welcome.number(FAILED).text(), after(1));
         return true;
     }

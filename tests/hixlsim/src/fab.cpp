@@ -1,4 +1,4 @@
-// FAB: fabric memory. Requests are numbers; a broken stream is noticed; notifications need no link and are never answered.
+// FAB: fabric memory. Requests are numbers; a broken stream is detected; notifications need no link and are never answered.
 #include <algorithm>
 #include <stdexcept>
 
@@ -88,7 +88,7 @@ class Fab : public Engine {
     Status status_of(hixl::TransferReq req, TransferStatus &status) override {
         const Borrowed context(context_);
         const auto id = reinterpret_cast<uint64_t>(req);
-        const LinkPtr link = route(id);
+        const LinkPtr link = link_of(id);
         if (link == nullptr) {
             add(Count::stale);
             return PARAM_INVALID;
@@ -109,7 +109,7 @@ class Fab : public Engine {
             return status;
         }
         if (!is_utf8(notify.name) || !is_utf8(notify.text)) {
-            throw std::runtime_error("invalid UTF-8");  // through the caller's frames, whatever they are: nobody catches it
+            throw std::runtime_error("invalid UTF-8");  // through the frames of the caller, which does not catch it
         }
         const Status injected = failure(Point::notify);
         if (injected != SUCCESS) {
@@ -122,7 +122,7 @@ class Fab : public Engine {
     Status get_notifies(std::vector<hixl::NotifyDesc> &notifies) override {
         const Borrowed context(context_);
         std::lock_guard<std::mutex> hold(notifies_guard_);
-        notifies.swap(notifies_);  // what the caller left in its vector comes back the next time
+        notifies.swap(notifies_);  // the previous contents of the caller's vector come back next time
         return SUCCESS;
     }
 
@@ -167,7 +167,7 @@ class Fab : public Engine {
         const std::string name = body.string();
         const std::string text = body.string();
         std::lock_guard<std::mutex> hold(notifies_guard_);
-        if (notifies_.size() < most_notifies) {  // beyond that it is lost, and nobody hears of it
+        if (notifies_.size() < most_notifies) {  // beyond that it is lost silently
             notifies_.push_back({hixl::AscendString(name.c_str()), hixl::AscendString(text.c_str())});
             add(Count::notifies);
         }
@@ -197,7 +197,7 @@ class Fab : public Engine {
         return found == links_.end() ? nullptr : found->second;
     }
 
-    LinkPtr route(uint64_t id) {
+    LinkPtr link_of(uint64_t id) {
         std::lock_guard<std::mutex> hold(routes_guard_);
         const auto found = routes_.find(id);
         return found == routes_.end() ? nullptr : found->second;

@@ -1,4 +1,4 @@
-// hixl::Hixl: the checks that come before any back-end, and the rules whose breach corrupts memory in the real library.
+// hixl::Hixl: the checks before any back-end, and the rules whose breach corrupts memory in the real library.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -33,7 +33,7 @@ class Hixl::HixlImpl {
   public:
     std::unique_ptr<sim::Engine> engine;
     std::unique_ptr<sim::ConnectPool> pool;
-    // The real one has no such guard; here a breach ends with words.
+    // The real one has no such guard; here a breach aborts with a message.
     std::atomic<int> calls{0};
     std::atomic<const char *> latest{""};
     std::atomic<bool> closing{false};
@@ -168,7 +168,7 @@ Status Hixl::Initialize(const AscendString &local_engine, const std::map<AscendS
     if (status != SUCCESS) {
         return status;
     }
-    // A live object's engine is replaced without a word, if the new one came up beside it; COMM hangs where it had links.
+    // A live object's engine is replaced silently, if the new one came up beside it; COMM hangs where it had links.
     if (impl_->engine != nullptr) {
         if (sim::settings().strict) {
             die("Initialize is called on an object that has an engine");

@@ -28,7 +28,7 @@ using RegionPtr = std::shared_ptr<Region>;
 class Regions {
   public:
     void add(const RegionPtr &region);
-    // Those that were deregistered since count only where `living` is false: for who does not know yet.
+    // Those that were deregistered since count only where `living` is false, for peers that do not know yet.
     bool covers(uintptr_t at, size_t size, bool living = true) const;
     // The memory kind at an address, or -1.
     int kind_at(uintptr_t at) const;

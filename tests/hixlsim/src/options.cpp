@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstdlib>
+#include <map>
 #include <set>
 #include <sstream>
 
@@ -306,12 +307,30 @@ Status Options::choose(Backend &backend) const {
     return SUCCESS;
 }
 
+// HIXLSIM_OPTIONS, "KEY=VALUE,...".
+static std::map<std::string, std::string> later_options() {
+    std::map<std::string, std::string> all;
+    std::istringstream stream(environment("OPTIONS"));
+    for (std::string pair; std::getline(stream, pair, ',');) {
+        all[pair.substr(0, pair.find('='))] = pair.substr(std::min(pair.size(), pair.find('=') + 1));
+    }
+    return all;
+}
+
 Status Options::check(Backend backend) {
     static const std::set<std::string> known = {
         "RdmaTrafficClass", "adxl.RdmaTrafficClass", "RdmaServiceLevel", "adxl.RdmaServiceLevel", "LocalCommRes", "adxl.LocalCommRes",
         "BufferPool", "adxl.BufferPool", "AutoConnect", "GlobalResourceConfig", "EnableUseFabricMem"};
+    const auto later = later_options();
+    for (const auto &each : later) {
+        const auto given = raw.find(each.first);
+        if (given == raw.end() || given->second != each.second) {
+            log("%s must be %s", each.first.c_str(), each.second.c_str());
+            return PARAM_INVALID;
+        }
+    }
     for (const auto &each : raw) {
-        if (known.count(each.first) == 0 || (backend == Backend::cs && each.first == "EnableUseFabricMem")) {
+        if ((known.count(each.first) == 0 && later.count(each.first) == 0) || (backend == Backend::cs && each.first == "EnableUseFabricMem")) {
             log("unsupported option %s", each.first.c_str());
             return PARAM_INVALID;
         }

@@ -172,7 +172,7 @@ void read_environment() {
                                  "REFUSE_SAME_DEVICE", "HEARTBEAT_MS", "SILENCE_MS", "COMM_PATIENCE_MS", "FORGET_US", "FAULTS"}) {
             const std::string value = environment(name);
             if (!value.empty() && !set(name, value)) {
-                die("HIXLSIM_%s=%s makes no sense", name, value.c_str());
+                die("HIXLSIM_%s=%s is not valid", name, value.c_str());
             }
         }
         const char *loud = std::getenv("ASCEND_SLOG_PRINT_TO_STDOUT");

@@ -1,4 +1,4 @@
-// What the environment asks of the simulation (README.md lists it), and what happened, for tests to ask.
+// The settings of the simulation from the environment (README.md lists them), and counters for tests.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 namespace sim {
 
-// Places where something can be made to go wrong; the names are those of HIXLSIM_FAULTS.
+// The points where faults can be injected; the names are those of HIXLSIM_FAULTS.
 enum class Point {
     init,
     register_,
@@ -54,14 +54,14 @@ Settings &settings();
 
 // The environment as it is now; at the first call of anything, and at each Initialize.
 void read_environment();
-// One value, named like its environment variable without HIXLSIM_; false: no such name, or nonsense.
+// One value, named like its environment variable without HIXLSIM_; false: no such name, or an invalid value.
 bool set(const std::string &name, const std::string &value);
 // Text of an environment variable HIXLSIM_<name>, or nothing.
 std::string environment(const char *name);
 
-// Is it this call's turn? The value that was given for the fault goes to `value`, if there was one.
+// True if the fault hits this call; its value goes to `value`, if it has one.
 bool faulty(Point point, double *value = nullptr);
-// A fault whose value is a status: hixl::SUCCESS when it is not this call's turn.
+// A fault whose value is a status: hixl::SUCCESS if it does not hit this call.
 hixl::Status failure(Point point, hixl::Status otherwise = hixl::FAILED);
 // A fault whose value is a time: stays here for that many seconds, or until other faults are set.
 void stall(Point point);
@@ -72,7 +72,7 @@ void add(Count what, int64_t amount = 1);
 int64_t get(const std::string &name);
 
 void log(const char *format, ...) __attribute__((format(printf, 1, 2)));
-// The caller broke a rule whose price in the real library is memory corruption.
+// Abort: the caller broke a rule, which corrupts memory in the real library.
 [[noreturn]] void die(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 }  // namespace sim

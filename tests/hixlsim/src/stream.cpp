@@ -18,7 +18,7 @@ Clock::time_point Stream::schedule(size_t bytes) {
     if (s.shuffle) {
         return due;
     }
-    last_due_ = std::max(last_due_, due);  // jitter overtakes nobody
+    last_due_ = std::max(last_due_, due);  // jitter does not reorder
     return last_due_;
 }
 

@@ -1,4 +1,4 @@
-// The hardware's part: requests of a link run one after another, by their time, and finish or break what they run on.
+// The simulated hardware: requests of a link run one after another, take their time, and finish or break the link.
 #pragma once
 
 #include <condition_variable>
@@ -14,8 +14,8 @@ namespace sim {
 
 // What one failed request does to the others of its link.
 enum class Breaks {
-    silently,   // COMM, and CS over a host NIC: nothing of this link ever completes again, and nobody says so
-    loudly,     // CS on a device: the same, but an error flag is up
+    silently,   // COMM, and CS over a host NIC: nothing of this link ever completes again, without an error
+    loudly,     // CS on a device: the same, but an error flag is set
     all,        // FAB unfolded: those that were in flight fail; later ones work
     itself,     // FAB on the host
 };
@@ -53,7 +53,7 @@ class Stream {
     void run(Request &request);
     // After this no byte moves any more.
     void abort();
-    // This request runs no more.
+    // Drops this request.
     void forsake(Request &request);
     // The peer's engine is over, in good order, or its process is.
     void lose(bool in_order);

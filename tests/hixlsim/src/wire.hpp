@@ -1,4 +1,4 @@
-// Frames over TCP: what engines say to each other.
+// Frames over TCP between engines.
 #pragma once
 
 #include <atomic>
@@ -84,7 +84,7 @@ class Connection {
     Connection &operator=(const Connection &) = delete;
 
     int fd() const { return fd_; }
-    // The peer sees the end; the descriptor stays ours until nobody uses this any more.
+    // The peer sees the end; the descriptor stays open until the last user is gone.
     void shut();
     // 0, or the errno. Waits while the peer does not read, at most until the deadline.
     int send(Message type, const std::string &body, Clock::time_point deadline);

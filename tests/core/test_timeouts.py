@@ -1,4 +1,4 @@
-"""Explicit deadlines, and the check for work that makes no progress."""
+"""Timeouts of transfers, and the check for work that makes no progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hixl_async.testing import FaultPlan, engine_pair, faulty
 from .conftest import World
 
 
-async def test_deadline(world: World) -> None:
+async def test_timeout(world: World) -> None:
     world.plan.hold(nth=1)
     before = time.monotonic()
     with pytest.raises(TransferTimeoutError, match=r"did not finish within its timeout of 0\.05 s") as caught:
@@ -25,7 +25,7 @@ async def test_deadline(world: World) -> None:
     assert isinstance(caught.value, TimeoutError)
 
 
-async def test_deadline_that_is_met(world: World) -> None:
+async def test_timeout_that_is_met(world: World) -> None:
     world.plan.delay(0.01, nth=1)
     assert await world.write(timeout=5) == 5
     assert await world.write(timeout=0.001) == 5, "done inside the call"
@@ -33,13 +33,13 @@ async def test_deadline_that_is_met(world: World) -> None:
     assert world.left.stats().failed == 0
 
 
-async def test_deadline_holds_although_there_is_progress(world: World) -> None:
+async def test_timeout_holds_although_there_is_progress(world: World) -> None:
     world.plan.bandwidth(1e6)
     with pytest.raises(TransferTimeoutError, match="timeout"):
         await world.left.write(world.here[0:500_000], world.remote[0:500_000], timeout=0.05)
 
 
-async def test_deadline_of_a_batch_and_a_read(world: World) -> None:
+async def test_timeout_of_a_batch_and_a_read(world: World) -> None:
     world.plan.hold()
     with pytest.raises(TransferTimeoutError):
         await world.left.submit(world.batch([(0, 0, 8)]), timeout=0.01)
@@ -47,7 +47,7 @@ async def test_deadline_of_a_batch_and_a_read(world: World) -> None:
         await world.left.read(bytearray(8), world.remote[0:8], timeout=0.01)
 
 
-async def test_deadline_of_a_cancelled_transfer_does_nothing(world: World) -> None:
+async def test_timeout_of_a_cancelled_transfer_does_nothing(world: World) -> None:
     world.plan.hold(nth=1)
     transfer = world.write(timeout=0.01)
     transfer.cancel()
@@ -55,7 +55,7 @@ async def test_deadline_of_a_cancelled_transfer_does_nothing(world: World) -> No
     assert transfer.state is TransferState.CANCELLED
 
 
-async def test_many_deadlines_at_once(world: World) -> None:
+async def test_many_timeouts_at_once(world: World) -> None:
     world.plan.late()
     transfers = [world.write(b"x", i, timeout=0.01 + i * 1e-5) for i in range(200)]
     outcomes = await asyncio.gather(*transfers, return_exceptions=True)

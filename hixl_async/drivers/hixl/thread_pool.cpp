@@ -1,4 +1,4 @@
-#include "crew.hpp"
+#include "thread_pool.hpp"
 
 #include <signal.h>
 #include <sys/prctl.h>
@@ -9,8 +9,8 @@ namespace hx {
 
 namespace {
 
-constexpr uint64_t STUCK = 3 * MS;    // a thread that is longer in a call does not count as one, as far as others go
-constexpr uint64_t STALLED = SECOND;  // and this is worth a line in the log
+constexpr uint64_t STUCK = 3 * MS;    // a thread that is longer in a call does not count as a thread that works
+constexpr uint64_t STALLED = SECOND;  // longer than this in a call is worth a line in the log
 constexpr uint64_t SURPLUS = 2 * SECOND;  // idle threads but one end after this
 constexpr uint64_t ACTIVE = 100 * MS;     // the watchdog looks often for this long after the last call
 constexpr uint64_t OFTEN = 2 * MS, SELDOM = 20 * MS;
@@ -26,18 +26,18 @@ int make_thread(pthread_t *handle, void *(*entry)(void *), void *argument) {
     return error;
 }
 
-thread_local Crew::Thread *Crew::current_ = nullptr;
+thread_local ThreadPool::Thread *ThreadPool::current_ = nullptr;
 
 // ---- strands --------------------------------------------------------------------------------------------------------
 
 void Strand::wake() {
     uint32_t state = state_.load();
     for (;;) {
-        // Even where nothing changes the state is written: that orders what was put down before with the next turn.
+        // The state is written even where it stays the same: the next turn then sees what was put down before.
         const uint32_t next = state == ASLEEP ? READY : state == RUNNING ? RERUN : state;
         if (state_.compare_exchange_weak(state, next)) break;
     }
-    if (state == ASLEEP) crew_.enqueue(shared_from_this());
+    if (state == ASLEEP) pool_.enqueue(shared_from_this());
 }
 
 void Strand::post(Task task) {
@@ -70,28 +70,28 @@ uint64_t Strand::turn(uint64_t) {
 // ---- calls ----------------------------------------------------------------------------------------------------------
 
 InCall::InCall(const char *name, bool quiet) {
-    Crew::Thread *thread = Crew::current_;
+    ThreadPool::Thread *thread = ThreadPool::current_;
     if (thread == nullptr) return;
     thread->call.store(name, std::memory_order_relaxed);
     if (!quiet) thread->calls.store(thread->calls.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-    // Dekker's pattern with the watchdog, which clears `watching_` and looks once more before it sleeps for good.
+    // Dekker's pattern: the watchdog clears `watching_` and looks once more before it sleeps without a limit.
     thread->since.store(clock_now());
-    if (!quiet && !thread->crew->watching_.load()) thread->crew->nudge();
+    if (!quiet && !thread->pool->watching_.load()) thread->pool->nudge();
 }
 
 InCall::~InCall() {
-    if (Crew::current_ != nullptr) Crew::current_->since.store(0, std::memory_order_release);
+    if (ThreadPool::current_ != nullptr) ThreadPool::current_->since.store(0, std::memory_order_release);
 }
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 
-Crew::Crew(uint32_t limit, uint64_t spin_ns, Task enter) : limit_(limit), spin_ns_(spin_ns), enter_(std::move(enter)) {}
+ThreadPool::ThreadPool(uint32_t limit, uint64_t spin_ns, Task enter) : limit_(limit), spin_ns_(spin_ns), enter_(std::move(enter)) {}
 
-Crew::~Crew() { stop(); }
+ThreadPool::~ThreadPool() { stop(); }
 
-uint32_t Crew::threads() { return count_.load(); }
+uint32_t ThreadPool::threads() { return count_.load(); }
 
-void Crew::enqueue(std::shared_ptr<Strand> strand) {
+void ThreadPool::enqueue(std::shared_ptr<Strand> strand) {
     Guard guard(lock_);
     if (stopping_) return;
     queue_.push_back(std::move(strand));
@@ -100,18 +100,18 @@ void Crew::enqueue(std::shared_ptr<Strand> strand) {
     if (spinner_) return;
     if (idle_ > 0) {
         work_.one();
-    } else if (!alert_) {  // all are busy; if with calls that last, the watchdog gets us another
+    } else if (!alert_) {  // all are busy; if their calls last, the watchdog adds another thread
         alert_ = true;
         start_watchdog();
     }
 }
 
-void Crew::nudge() {
+void ThreadPool::nudge() {
     Guard guard(lock_);
     start_watchdog();
 }
 
-void Crew::start_watchdog() {
+void ThreadPool::start_watchdog() {
     if (watching_ || stopping_) return;
     if (!watchdog_) {
         if (make_thread(&watchdog_handle_, watch_entry, this) != 0) return;  // there is a next time
@@ -122,21 +122,21 @@ void Crew::start_watchdog() {
     alarm_.one();
 }
 
-void Crew::start_thread() {
+void ThreadPool::start_thread() {
     if (alive_ >= limit_ || stopping_) return;
     threads_.emplace_back();
     Thread &thread = threads_.back();
-    thread.crew = this;
+    thread.pool = this;
     if (make_thread(&thread.handle, work_entry, &thread) != 0) {
         threads_.pop_back();
-        if (alive_ == 0 && complain) complain("hixl: no thread can be made; nothing will move until one can");
+        if (alive_ == 0 && complain) complain("hixl: no thread can be made; no transfer moves until one can");
         return;
     }
     alive_++;
     count_.fetch_add(1);
 }
 
-void Crew::move_timers(uint64_t now) {
+void ThreadPool::move_timers(uint64_t now) {
     while (!timers_.empty() && timers_.top().at <= now) {
         const std::shared_ptr<Strand> strand = timers_.top().strand;
         const uint64_t at = timers_.top().at;
@@ -150,17 +150,17 @@ void Crew::move_timers(uint64_t now) {
     next_timer_.store(timers_.empty() ? NEVER : timers_.top().at, std::memory_order_relaxed);
 }
 
-void *Crew::work_entry(void *argument) {
+void *ThreadPool::work_entry(void *argument) {
     Thread &self = *static_cast<Thread *>(argument);
     pthread_setname_np(pthread_self(), "hxa-hixl");
     prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // sleeps of microseconds are meant
     current_ = &self;
-    self.crew->work(self);
+    self.pool->work(self);
     current_ = nullptr;
     return nullptr;
 }
 
-void Crew::work(Thread &self) {
+void ThreadPool::work(Thread &self) {
     lock_.lock();
     while (!stopping_) {
         uint64_t now = clock_now();
@@ -207,14 +207,14 @@ void Crew::work(Thread &self) {
     lock_.unlock();
 }
 
-void Crew::run(Thread &self, Strand &strand) {
+void ThreadPool::run(Thread &self, Strand &strand) {
     const uint64_t epoch = epoch_.load();
     if (self.epoch != epoch) {
         self.epoch = epoch;
         enter_();
     }
     for (;;) {
-        strand.state_.exchange(Strand::RUNNING);  // reads what was put down before any wake so far
+        strand.state_.exchange(Strand::RUNNING);  // this turn sees what was put down before any wake so far
         const uint64_t now = clock_now();
         const uint64_t at = strand.turn(now);
         uint32_t running = Strand::RUNNING;
@@ -238,7 +238,7 @@ void Crew::run(Thread &self, Strand &strand) {
     }
 }
 
-void Crew::stop() {
+void ThreadPool::stop() {
     lock_.lock();
     stopping_ = true;
     work_.all();
@@ -249,7 +249,7 @@ void Crew::stop() {
         count_.fetch_sub(1);
         watchdog_ = false;
     }
-    for (Thread &thread : threads_) pthread_join(thread.handle, nullptr);  // nobody adds any more
+    for (Thread &thread : threads_) pthread_join(thread.handle, nullptr);  // none is added any more
     threads_.clear();
     queue_.clear();
     while (!timers_.empty()) timers_.pop();
@@ -257,13 +257,13 @@ void Crew::stop() {
 
 // ---- the watchdog ---------------------------------------------------------------------------------------------------
 
-void *Crew::watch_entry(void *crew) {
+void *ThreadPool::watch_entry(void *pool) {
     pthread_setname_np(pthread_self(), "hxa-hixl-watch");
-    static_cast<Crew *>(crew)->watch();
+    static_cast<ThreadPool *>(pool)->watch();
     return nullptr;
 }
 
-void Crew::reap() {
+void ThreadPool::reap() {
     for (auto thread = threads_.begin(); thread != threads_.end();) {
         if (!thread->ended) {
             ++thread;
@@ -274,7 +274,7 @@ void Crew::reap() {
     }
 }
 
-void Crew::look(uint64_t now, bool &active, bool &inside, std::vector<Notice> &notices) {
+void ThreadPool::look(uint64_t now, bool &active, bool &inside, std::vector<Notice> &notices) {
     uint32_t stuck = 0;
     for (Thread &thread : threads_) {
         const uint64_t since = thread.since.load();
@@ -301,7 +301,7 @@ void Crew::look(uint64_t now, bool &active, bool &inside, std::vector<Notice> &n
     else if (stuck >= alive_) start_thread();
 }
 
-void Crew::watch() {
+void ThreadPool::watch() {
     std::vector<Notice> notices;
     uint64_t active_until = 0;
     lock_.lock();
@@ -309,7 +309,7 @@ void Crew::watch() {
         const uint64_t now = clock_now();
         bool active = alert_, inside = false;
         reap();
-        move_timers(now);  // a thread that is stuck may have meant to
+        move_timers(now);  // the thread that would have done it may be stuck
         look(now, active, inside, notices);
         if (!notices.empty()) {
             lock_.unlock();

@@ -1,8 +1,8 @@
-// Threads and what they do.  A `Crew` runs `Strand`s: serial pieces of work, each run by one thread at a time.
+// A `ThreadPool` runs `Strand`s: serial pieces of work, each run by one thread at a time.
 //
-// HIXL's calls block, some for minutes, so that a thread may be lost to one of them at any time.  The crew starts with
-// one thread, adds another when work waits while all are stuck inside calls, and lets surplus ones end.  A watchdog,
-// which sleeps while there is nothing to watch, sees to that and tells a strand that is in one call for a second.
+// HIXL's calls block, some for minutes, so that a thread may be lost to one of them at any time.  The pool starts with
+// one thread, adds another when work waits while all are stuck inside calls, and lets surplus ones end.  A watchdog does
+// that, and notifies a strand that has been in one call for a second; it sleeps while there is nothing to watch.
 #pragma once
 
 #include <pthread.h>
@@ -13,68 +13,96 @@
 #include <list>
 #include <memory>
 #include <queue>
+#include <utility>
 #include <vector>
 
 #include "sync.hpp"
 
 namespace hx {
 
-// A thread that takes no signals, for those are for the program's own.  0, or an errno.
+// A thread that takes no signals: those are for the threads of the program.  0, or an errno.
 int make_thread(pthread_t *handle, void *(*entry)(void *), void *argument);
 
-class Crew;
+class ThreadPool;
 using Task = std::function<void()>;
 
 class Strand : public std::enable_shared_from_this<Strand> {
   public:
-    explicit Strand(Crew &crew) : crew_(crew) {}
+    explicit Strand(ThreadPool &pool) : pool_(pool) {}
     virtual ~Strand() = default;
     Strand(const Strand &) = delete;
     Strand &operator=(const Strand &) = delete;
 
     // Any thread: there is something to do.  Costs one atomic operation if the strand is awake already.
     void wake();
-    // Any thread: do this, after what was posted before.
+    // Any thread: run this, after all that was posted before.
     void post(Task task);
 
-  protected:
     static constexpr uint64_t AGAIN = 0;
 
-    // One round of work, on a thread of the crew.  Answers when to come back: AGAIN, NEVER (when woken), or a time.
+  protected:
+    // One round of work, on a thread of the pool.  Returns when to run again: AGAIN, NEVER (when woken), or a time.
     virtual uint64_t turn(uint64_t now);
-    // The watchdog's: in `call` for `ns` by now; or out of it again.
+    // By the watchdog: the strand has been in `call` for `ns`; it is out of it again.
     virtual void stuck(const char *call, uint64_t ns) { (void)call, (void)ns; }
     virtual void moving(const char *call, uint64_t ns) { (void)call, (void)ns; }
-    // Runs what was posted.
+    // Runs all tasks that were posted.
     void run_tasks();
-    // Before what was posted runs: whatever was put down before it was posted is there.
+    // Before posted tasks run: takes what other threads put down before they posted.
     virtual void arrive() {}
 
-    Crew &crew_;
+    ThreadPool &pool_;
 
   private:
-    friend class Crew;
+    friend class ThreadPool;
     enum : uint32_t { ASLEEP, READY, RUNNING, RERUN };
     std::atomic<uint32_t> state_{ASLEEP};
     std::atomic<uint32_t> posted_{0};
-    uint64_t due_ = 0;  // under the crew's lock: the one timer that counts
+    uint64_t due_ = 0;  // under the pool's lock: the one timer that counts
     Mutex lock_;
     std::deque<Task> tasks_;  // under lock_
 };
 
-class Crew {
+// Runs a function each turn, after its tasks.
+class FunctionStrand : public Strand {
+  public:
+    using Work = std::function<uint64_t(uint64_t now)>;
+    using Notice = std::function<void(const char *call, uint64_t ns, bool over)>;
+    explicit FunctionStrand(ThreadPool &pool, Work work = nullptr, Notice notice = nullptr)
+        : Strand(pool),
+          work_(std::move(work)),
+          notice_(std::move(notice)) {}
+
+  protected:
+    uint64_t turn(uint64_t now) override {
+        run_tasks();
+        return work_ ? work_(now) : NEVER;
+    }
+    void stuck(const char *call, uint64_t ns) override {
+        if (notice_) notice_(call, ns, false);
+    }
+    void moving(const char *call, uint64_t ns) override {
+        if (notice_) notice_(call, ns, true);
+    }
+
+  private:
+    const Work work_;
+    const Notice notice_;
+};
+
+class ThreadPool {
   public:
     // `enter` runs on each thread before it works, and again after `reenter`.
-    Crew(uint32_t limit, uint64_t spin_ns, Task enter);
-    ~Crew();
+    ThreadPool(uint32_t limit, uint64_t spin_ns, Task enter);
+    ~ThreadPool();
 
     uint32_t threads();
-    // Joins all threads; what still waits is dropped.
+    // Joins all threads; waiting work is dropped.
     void stop();
     void reenter() { epoch_.fetch_add(1); }
-    // A thread of the crew expects more work soon: spin for it before sleeping.
+    // A thread of the pool expects more work soon: spin for it before sleeping.
     void stay_awake(uint64_t now) { awake_until_.store(now + spin_ns_, std::memory_order_relaxed); }
-    // Does other work wait?  Then who spins should let go.
+    // True if other work waits, so that a thread that spins should stop.
     bool wanted(uint64_t now) const {
         return pending_.load(std::memory_order_relaxed) != 0 || now >= next_timer_.load(std::memory_order_relaxed);
     }
@@ -86,14 +114,14 @@ class Crew {
     friend class InCall;
 
     struct Thread {
-        Crew *crew = nullptr;
+        ThreadPool *pool = nullptr;
         pthread_t handle{};
-        std::shared_ptr<Strand> strand;  // under the crew's lock: what it runs
+        std::shared_ptr<Strand> strand;  // under the pool's lock: the one that it runs
         std::atomic<uint64_t> since{0};  // in a call since then; 0: in none
         std::atomic<const char *> call{nullptr};
         std::atomic<uint32_t> calls{0};  // those that were not quiet
         uint64_t epoch = 0;              // the thread's own
-        bool ended = false;              // under the crew's lock: may be joined
+        bool ended = false;              // under the pool's lock: may be joined
         // The watchdog's.
         uint32_t seen = 0;    // `calls` at its last look
         uint64_t marked = 0;  // `since` of a call that it reported
@@ -124,7 +152,7 @@ class Crew {
     void run(Thread &self, Strand &strand);
     void watch();
     static void *work_entry(void *thread);
-    static void *watch_entry(void *crew);
+    static void *watch_entry(void *pool);
     static thread_local Thread *current_;
 
     const uint32_t limit_;
@@ -143,7 +171,7 @@ class Crew {
     std::priority_queue<Timer> timers_;
     std::list<Thread> threads_;
     uint32_t alive_ = 0, idle_ = 0;  // threads; those that sleep
-    uint64_t keeper_until_ = NEVER;  // somebody sleeps no longer than this
+    uint64_t keeper_until_ = NEVER;  // one of them sleeps no longer than this
     bool spinner_ = false;           // one of them spins for work
     bool alert_ = false;             // work came and no thread was free
     bool watchdog_ = false;          // its thread was made

@@ -1,30 +1,30 @@
-// Who may be inside which call of HIXL at once, on the back-end whose requests are heap pointers (CS).
+// Which calls of HIXL exclude each other, on the back-end whose requests are heap pointers (CS).
 //
 // A query frees a finished request first and forgets its pointer later; a TransferAsync that gets the same pointer in
 // between is forgotten with it.  So the two exclude each other, over all links.  A batch query takes the lock of every
-// link, so that it must not meet a call that holds one for long, and takes answers of others, so that nobody may ask
-// for the same request meanwhile.
+// link, so that it must not run beside a call that holds one for long.  It also takes the answers of other links, so that
+// no other query may ask for the same request meanwhile.
 //
-// Nobody waits long for a call that is stuck: after some ms it is written off, and what then gets lost is seen as a
-// failed request of that link.  A batch query is waited for, for it meets nobody who could hold it up.
+// No call waits long for one that is stuck: after some ms that one is written off, and what gets lost by it is seen as a
+// failed request of its link.  A batch query is always waited for, because no call can hold it up.
 #pragma once
 
 #include "sync.hpp"
 
 namespace hx {
 
-class Gate {
+class CallLock {
     struct Kind {
         uint32_t running = 0, stuck = 0;  // stuck: of those that run, written off
         uint64_t stuck_before = 0;        // they began before this
     };
     class Single {  // excludes calls of the other kind, and batch queries
       protected:
-        Single(Gate &gate, Kind &mine, Kind &others);
+        Single(CallLock &owner, Kind &mine, Kind &others);
         ~Single();
 
       private:
-        Gate &gate_;
+        CallLock &owner_;
         Kind &kind_;
         uint64_t since_ = 0;
     };
@@ -34,29 +34,29 @@ class Gate {
 
     class Transfer : Single {  // around TransferAsync
       public:
-        explicit Transfer(Gate &gate) : Single(gate, gate.transfers_, gate.queries_) {}
+        explicit Transfer(CallLock &owner) : Single(owner, owner.transfers_, owner.queries_) {}
     };
     class Query : Single {  // around single queries
       public:
-        explicit Query(Gate &gate) : Single(gate, gate.queries_, gate.transfers_) {}
+        explicit Query(CallLock &owner) : Single(owner, owner.queries_, owner.transfers_) {}
     };
-    class Control {  // around whatever else holds a link's lock
+    class Control {  // around every other call that holds a link's lock
       public:
-        explicit Control(Gate &gate);
+        explicit Control(CallLock &owner);
         ~Control();
 
       private:
-        Gate &gate_;
+        CallLock &owner_;
         bool counted_ = false;
     };
     class Sweep {  // around a batch query; only if `mine`
       public:
-        explicit Sweep(Gate &gate);
+        explicit Sweep(CallLock &owner);
         ~Sweep();
         const bool mine;
 
       private:
-        Gate &gate_;
+        CallLock &owner_;
     };
 
   private:

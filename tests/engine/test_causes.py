@@ -1,0 +1,127 @@
+"""What the error of lost work says: the cause that was known when it failed, and whether the peer is known to be dead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from hixl_async import Engine, HixlError, Peer, PeerDownError, PeerLostError, PeerState, RemoteRegion, Transfer
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process
+
+from .conftest import until
+
+SIZE = 4 << 20
+
+
+@pytest.fixture(params=["shm", "faulty"])
+def drivers(request: pytest.FixtureRequest) -> Any:
+    return {"shm": {}} if request.param == "shm" else faulty("shm", FaultPlan(1))
+
+
+@pytest.fixture
+async def pair(drivers: Any) -> AsyncIterator[EnginePair]:
+    async with engine_pair(drivers=drivers, close_timeout=0.2) as pair:
+        yield pair
+
+
+def in_flight(engine: Engine, peer: Peer, remote: RemoteRegion) -> Transfer:
+    """Start a write that will not end by itself."""
+    peer.limit_bandwidth(1)
+    transfer = engine.write(bytes(SIZE), remote)
+    assert not transfer.done()
+    return transfer
+
+
+async def lost(transfer: Transfer, cause: str) -> PeerLostError:
+    """Wait for the failure of a transfer, and check what it says."""
+    with pytest.raises(PeerLostError) as caught:
+        await transfer
+    await transfer.drained()
+    text = f"write to {caught.value.peer!r} of {SIZE} bytes failed, the contents of its target are undefined: {cause}"
+    assert str(caught.value) == text
+    return caught.value
+
+
+def leave(pair: EnginePair) -> Any:
+    return pair.right.aclose()
+
+
+def close(pair: EnginePair) -> Any:
+    return pair.peer.aclose()
+
+
+def cut(pair: EnginePair) -> None:
+    pair.peer._connection.abort(PeerDownError("cut"))
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        (leave, "peer 'right' left"),
+        (close, "the connection to 'right' was closed here"),
+        (cut, "the connection to peer 'right' broke: cut"),
+    ],
+)
+async def test_the_cause(pair: EnginePair, end: Callable[[EnginePair], Any], cause: str) -> None:
+    _, remote = await pair.region("kv", SIZE)
+    transfer = in_flight(pair.left, pair.peer, remote)
+    ending = end(pair)
+    error = await lost(transfer, cause)
+    assert not error.confirmed_dead
+    with pytest.raises(PeerDownError, match=rf"peer 'right' is down; connect again \({cause}\)") as refused:
+        pair.left.write(bytes(SIZE), remote)
+    assert not refused.value.confirmed_dead
+    if ending is not None:
+        await ending
+
+
+async def test_a_broken_link() -> None:
+    plan = FaultPlan(1)
+    async with engine_pair(drivers=faulty("shm", plan), close_timeout=0.2) as pair:
+        _, remote = await pair.region("kv", SIZE)
+        pair.left.allocate("back", SIZE, access="write")
+        back = await pair.back.region("back")
+        ours, theirs = in_flight(pair.left, pair.peer, remote), in_flight(pair.right, pair.back, back)
+        plan.break_links()
+        await lost(ours, "the link to peer 'right' broke: broken by the fault plan")
+        await lost(theirs, "peer 'left' lost its link to us: broken by the fault plan")
+
+
+@pytest.mark.parametrize("heard", [True, False])
+async def test_a_death(drivers: Any, heard: bool) -> None:
+    """Also if the link fails before the loop has heard of the death."""
+    async with peer_process(regions={"kv": SIZE}) as process, Engine(drivers=drivers) as engine:
+        peer = await engine.connect(process.address)
+        remote = await peer.region("kv")
+        transfer = in_flight(engine, peer, remote)
+        if not heard:
+            assert peer._pidfd is not None
+            asyncio.get_running_loop().remove_reader(peer._pidfd)
+        process.kill()
+        await process.exited()
+        error = await lost(transfer, f"the process of peer {peer.name!r} ended")
+        assert error.confirmed_dead
+        if heard:
+            with pytest.raises(PeerDownError, match="ended") as refused:
+                engine.write(bytes(SIZE), remote)
+            assert refused.value.confirmed_dead
+
+
+async def test_work_that_is_refused_while_the_loss_is_told(pair: EnginePair) -> None:
+    """The peer is down then: its regions were not closed by their owner."""
+    _, remote = await pair.region("kv", SIZE)
+    refused: list[Exception] = []
+
+    def write(error: HixlError) -> None:
+        try:
+            pair.left.write(bytes(SIZE), remote)
+        except HixlError as error:
+            refused.append(error)
+
+    pair.peer.add_lost_callback(write)
+    cut(pair)
+    await until(lambda: pair.peer.state is PeerState.DOWN)
+    assert [type(error) for error in refused] == [PeerDownError]
