@@ -159,12 +159,13 @@ def frame(data: bytes) -> bytes:
 class FrameDecoder:
     """Cuts a stream of bytes into frames; holds no more than was fed to it."""
 
-    __slots__ = ("_buffer", "limit")
+    __slots__ = ("_buffer", "_first", "limit")
 
     def __init__(self, limit: int) -> None:
         #: Longest frame that is accepted; may be changed between frames.
         self.limit = limit
         self._buffer = bytearray()
+        self._first = True  # what speaks another protocol shows it in the first bytes
 
     def feed(self, data: bytes) -> None:
         """Adds what was received."""
@@ -180,12 +181,15 @@ class FrameDecoder:
             return None
         size = int.from_bytes(buffer[:_HEADER], "big")
         if size > self.limit:
+            if self._first:
+                raise ProtocolError(f"it is no hixl_async engine; it began with {bytes(buffer[:24])!r}")
             raise ProtocolError(f"a frame of {size} bytes is over the limit of {self.limit}")
         end = _HEADER + size
         if len(buffer) < end:
             return None
         data = bytes(buffer[_HEADER:end])
         del buffer[:end]
+        self._first = False
         return data
 
     def __len__(self) -> int:

@@ -304,24 +304,24 @@ class DiallerHandshake(Handshake):
             )
         return self._send_proof(Transport.UNIX)
 
-    def unix_failed(self, reason: str) -> list[Action]:
-        """The Unix transport could not be connected.
+    def unix_failed(self, error: OSError) -> list[Action]:
+        """Go on without the Unix socket, which could not be connected.
 
-        :raises AuthenticationError: if there is no secret, so that nothing else is left.
+        :raises ConnectError: if there is no secret, so that nothing else is left; the listener may be restarting.
         """
         self._expect(State.OPENING)
-        return self._without_unix(f"its Unix socket could not be reached: {reason}")
+        reason = f"its Unix socket could not be connected: {error.strerror or error}"
+        if not self._secret:
+            raise self._fail(ConnectError(reason, native=error.errno))
+        return self._without_unix(reason)
 
     def _received_hello(self, raw: bytes) -> list[Action]:
         body = self._take_hello(raw)
         self._connection_id = fields.text(body, "connection", fields.HEX32)
         name = fields.socket(body)
         self._transcript.append(raw)
-        scope = self._view.scope
-        if name.kind == "abstract" and not same(scope.network, body["network"]):
-            return self._without_unix("the two sides are on different hosts, or in different network namespaces")
-        if name.kind == "directory" and not same(scope.directory, body["directory"]):
-            return self._without_unix("the two sides do not share one unix_dir=")
+        if reason := _why_apart(name, self._view.scope, body):
+            return self._without_unix(reason)
         self._state = State.OPENING
         return [OpenUnix(name)]
 
@@ -348,7 +348,6 @@ class ListenerHandshake(Handshake):
         super().__init__(identity, secret, view)
         self._name = name
         self._same_network = False
-        self._unix_possible = False
         #: Finds this handshake again when the dialler connects the Unix transport.
         self.connection_id = secrets.token_hex(16)
 
@@ -372,15 +371,10 @@ class ListenerHandshake(Handshake):
 
     def _received_hello(self, raw: bytes) -> list[Action]:
         body = self._take_hello(raw)
-        self._same_network = same(self._view.scope.network, body["network"])
-        if self._name.kind == "abstract" and not self._same_network:
-            self._fallback = "the two sides are on different hosts, or in different network namespaces"
-        elif self._name.kind == "directory" and not same(self._view.scope.directory, body["directory"]):
-            self._fallback = "the two sides do not share one unix_dir="
-        else:
-            self._fallback = "the dialler did not use it"
-            self._unix_possible = True
-        if not self._secret and not self._unix_possible:
+        self._same_network = _same(self._view.scope.network, body["network"])
+        apart = _why_apart(self._name, self._view.scope, body)
+        self._fallback = apart or "the dialler did not use it"
+        if not self._secret and apart:
             raise self._tcp_error()
         hello = self._own_hello(connection=self.connection_id, socket=f"{self._name.kind}:{self._name.token}")
         self._transcript += (raw, hello)
@@ -444,9 +438,29 @@ def connection_of(raw: bytes) -> str:
     return fields.text(fields.body_of(raw, "prove"), "connection", fields.HEX32)
 
 
-def same(ours: str, theirs: str) -> bool:
-    """True if two fingerprints are known and equal."""
+def _same(ours: str, theirs: str) -> bool:
+    """Return True if two fingerprints are known and equal."""
     return bool(ours) and ours == theirs
+
+
+def _why_apart(name: RendezvousName, scope: Scope, hello: Mapping[str, Any]) -> str:
+    """Return why the two sides cannot meet on a Unix socket, or "" if they can.
+
+    :param scope: our own.
+    :param hello: what the other side says of its own.
+    """
+    ours, theirs = (
+        (scope.network, hello["network"]) if name.kind == "abstract" else (scope.directory, hello["directory"])
+    )
+    if _same(ours, theirs):
+        return ""
+    if not ours and scope.missing:
+        return f"this side could not find out whether they share a host: {scope.missing}"
+    if not theirs and not hello["network"]:
+        return "the other side could not find out its network namespace (it needs /proc)"
+    if name.kind == "abstract":
+        return "the two sides are on different hosts, or in different network namespaces"
+    return "the two sides do not share one unix_dir="
 
 
 def _versions(oldest: int, newest: int) -> str:

@@ -407,4 +407,7 @@ def _listen_error(address: Address, error: OSError) -> HixlError:
         return AddressInUseError(f"somebody listens on {address} already; port 0 picks a free one", native=error.errno)
     if error.errno == errno.EADDRNOTAVAIL:
         return InvalidArgumentError(f"{address} is no address of this machine", native=error.errno)
-    return ConnectError(f"cannot listen on {address}: {error.strerror}", native=error.errno)
+    remedy = ""
+    if error.errno == errno.EACCES and 0 < address.port < 1024:
+        remedy = "; a port below 1024 needs CAP_NET_BIND_SERVICE: take a higher one, or 0 for any that is free"
+    return ConnectError(f"cannot listen on {address}: {error.strerror}{remedy}", native=error.errno)

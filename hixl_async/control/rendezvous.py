@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from ..errors import InvalidArgumentError
+from .process import why_unknown
 
 __all__ = ["Rendezvous", "RendezvousName", "Scope", "admit_descriptors", "connect"]
 
@@ -52,14 +53,17 @@ class Scope(NamedTuple):
 
     #: Of the network namespace, which holds the abstract names; "" if unknown.
     network: str
-    #: Of the shared directory; "" if there is none.
+    #: Of the shared directory; "" if there is none, or it is unknown.
     directory: str
+    #: Why they are unknown; "" if they are not.
+    missing: str = ""
 
     @classmethod
     def current(cls, unix_dir: str | None) -> Scope:
-        """Our own scope.
+        """Return our own scope.
 
         :raises InvalidArgumentError: if `unix_dir` is no directory that we can reach.
+        :raises OSError: if the system has no descriptor left.
         """
         # Namespaces and inodes are only unique on one kernel, which the boot id names. It is random, so that an
         # outsider can do nothing with a digest but compare it.
@@ -67,12 +71,14 @@ class Scope(NamedTuple):
             with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
                 boot = file.read().strip()
             network = _fingerprint(boot, "network", os.stat("/proc/self/ns/net"))
-        except OSError:
-            boot = network = ""
+        except OSError as error:
+            boot, network, missing = "", "", why_unknown(error)
+        else:
+            missing = ""
         if unix_dir is None:
-            return cls(network, "")
+            return cls(network, "", missing)
         with _open_directory(unix_dir) as directory:
-            return cls(network, _fingerprint(boot, "directory", os.fstat(directory)) if boot else "")
+            return cls(network, _fingerprint(boot, "directory", os.fstat(directory)) if boot else "", missing)
 
 
 class Rendezvous:
@@ -176,6 +182,7 @@ def _open_directory(path: str) -> Iterator[int]:
     try:
         directory = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
+        why_unknown(error)
         raise InvalidArgumentError(f"unix_dir must be a directory, not {path!r}: {error.strerror}") from None
     try:
         yield directory

@@ -99,7 +99,9 @@ class Links:
         if not drivers:
             raise NoRouteError(
                 f"no driver reaches {peer.name!r}: it has {', '.join(peer.identity.drivers) or 'none'}"
-                + ("" if peer.same_host else ", and it is not on this host (no Unix socket leg)"),
+                + (
+                    "" if peer.same_host else f", and it is not reached over a Unix socket: {peer._connection.fallback}"
+                ),
                 peer=peer.name,
             )
         self._unjoined = {driver.name for driver in drivers}
