@@ -16,12 +16,13 @@ Read from the top; each uses only what stands above it::
     answer, listener       answer
 """
 
-from .channel import MAX_DESCRIPTORS
+from .channel import MAX_DESCRIPTORS, close_descriptors
 from .codec import ESTABLISHED_LIMIT
 from .connection import Connection
 from .dialler import dial
 from .handshake import PROTOCOL_VERSION
 from .identity import Identity
+from .incoming import Incoming, binary_text, printable
 from .limits import ConnectionLimits
 from .listener import Listener
 from .process import Credentials
@@ -36,6 +37,10 @@ __all__ = [
     "Credentials",
     "FairScheduler",
     "Identity",
+    "Incoming",
     "Listener",
+    "binary_text",
+    "close_descriptors",
     "dial",
+    "printable",
 ]

@@ -202,7 +202,17 @@ def may_block_close(descriptor: int) -> bool:
 
 
 def close_descriptors(descriptors: Iterable[int]) -> None:
-    """Closes them all, whatever happens."""
+    """Close them all.
+
+    :raises OSError: afterwards, if one of them was not open: it was closed twice, and its number may belong to another file
+        by now.  What else close() reports is about the file, and the descriptor is closed all the same.
+    """
+    twice: OSError | None = None
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):
+        try:
             os.close(descriptor)
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                twice = error
+    if twice is not None:
+        raise twice

@@ -30,6 +30,7 @@ H5  Messages are taken in their one canonical spelling only.
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 from collections.abc import Mapping
 from enum import Enum
@@ -43,8 +44,9 @@ from ..errors import (
     InvalidArgumentError,
     ProtocolError,
 )
-from . import codec, fields
+from . import codec
 from .identity import Identity, Secret
+from .incoming import Incoming, printable
 from .process import Credentials, LocalUser
 from .rendezvous import RendezvousName, Scope
 
@@ -68,6 +70,10 @@ __all__ = [
 PROTOCOL_VERSION = 1
 _OLDEST_VERSION = 1
 _MAGIC = "hixl-async"
+_HEX32 = re.compile(r"[0-9a-f]{32}")
+_HEX64 = re.compile(r"[0-9a-f]{64}")
+_FINGERPRINT = re.compile(r"(?:[0-9a-f]{32})?")
+_TICKS = re.compile(r"[0-9]{0,20}")
 
 HOW_TO_SHARE_A_SECRET = (
     "give both sides the same secret=, for example secrets.token_bytes(32) in a file that only they can read"
@@ -171,9 +177,10 @@ class Handshake:
         }
         return codec.encode("hello", body, codec.HANDSHAKE_LIMIT)
 
-    def _take_hello(self, raw: bytes) -> dict[str, Any]:
-        """Checks what can be checked at once."""
-        body = fields.body_of(raw, "hello")
+    def _take_hello(self, raw: bytes) -> Incoming:
+        """Check what can be checked at once."""
+        message = Incoming.canonical(raw, "hello")
+        body = message.body
         if body.get("magic") != _MAGIC:
             raise ProtocolError("the other side is no hixl_async engine: its hello lacks the magic word")
         match body.get("versions"):
@@ -188,9 +195,9 @@ class Handshake:
                 f"the {self._other} {_versions(oldest, newest)}; install the same release of hixl_async on both sides"
             )
         # Only now: another version's hello may look different in all other respects.
-        fields.text(body, "nonce", fields.HEX64)
-        fields.text(body, "network", fields.FINGERPRINT)
-        fields.text(body, "directory", fields.FINGERPRINT)
+        message.text("nonce", _HEX64)
+        message.text("network", _FINGERPRINT)
+        message.text("directory", _FINGERPRINT)
         if not isinstance(body.get("secret"), bool):
             raise ProtocolError("the hello of the other side does not say whether it has a secret")
         if body["secret"] and not self._secret:
@@ -201,7 +208,7 @@ class Handshake:
             raise AuthenticationError(
                 f"the {self._role} has a secret and the {self._other} has none: {HOW_TO_SHARE_A_SECRET}"
             )
-        return body
+        return message
 
     def _prove(self, kind: str, transport: Transport, body: dict[str, Any]) -> bytes:
         body["identity"] = self._identity._asdict()
@@ -211,11 +218,11 @@ class Handshake:
         self._transcript.append(raw)
         return raw
 
-    def _take_proof(self, transport: Transport, raw: bytes, body: dict[str, Any]) -> Identity:
-        proof = fields.text(body, "proof", fields.HEX64)
-        fields.text(body, "started", fields.TICKS)
-        identity = fields.identity(body)
-        if not hmac.compare_digest(proof, self._proof(self._other, transport, body)):
+    def _take_proof(self, transport: Transport, raw: bytes, message: Incoming) -> Identity:
+        proof = message.text("proof", _HEX64)
+        message.text("started", _TICKS)
+        identity = Identity.parse(message.body.get("identity"))
+        if not hmac.compare_digest(proof, self._proof(self._other, transport, message.body)):
             raise AuthenticationError(
                 f"the {self._other} does not know the secret of the {self._role}: {HOW_TO_SHARE_A_SECRET}"
                 if self._secret
@@ -285,9 +292,9 @@ class DiallerHandshake(Handshake):
             if self._state is State.HELLO and transport is Transport.TCP:
                 return self._received_hello(raw)
             if self._state is State.PROVED and transport is self._transport:
-                body = fields.body_of(raw, "welcome")
-                identity = self._take_proof(transport, raw, body)
-                return [self._established(transport, identity, body)]
+                message = Incoming.canonical(raw, "welcome")
+                identity = self._take_proof(transport, raw, message)
+                return [self._established(transport, identity, message.body)]
             raise ProtocolError("a message came on the wrong transport")
         except HixlError as error:
             raise self._fail(error) from None
@@ -316,11 +323,11 @@ class DiallerHandshake(Handshake):
         return self._without_unix(reason)
 
     def _received_hello(self, raw: bytes) -> list[Action]:
-        body = self._take_hello(raw)
-        self._connection_id = fields.text(body, "connection", fields.HEX32)
-        name = fields.socket(body)
+        message = self._take_hello(raw)
+        self._connection_id = message.text("connection", _HEX32)
+        name = RendezvousName.parse(message.text("socket"))
         self._transcript.append(raw)
-        if reason := _why_apart(name, self._view.scope, body):
+        if reason := _why_apart(name, self._view.scope, message.body):
             return self._without_unix(reason)
         self._state = State.OPENING
         return [OpenUnix(name)]
@@ -370,29 +377,30 @@ class ListenerHandshake(Handshake):
             raise self._fail(error) from None
 
     def _received_hello(self, raw: bytes) -> list[Action]:
-        body = self._take_hello(raw)
-        self._same_network = _same(self._view.scope.network, body["network"])
-        apart = _why_apart(self._name, self._view.scope, body)
+        hello = self._take_hello(raw).body
+        self._same_network = _same(self._view.scope.network, hello["network"])
+        apart = _why_apart(self._name, self._view.scope, hello)
         self._fallback = apart or "the dialler did not use it"
         if not self._secret and apart:
             raise self._tcp_error()
-        hello = self._own_hello(connection=self.connection_id, socket=f"{self._name.kind}:{self._name.token}")
-        self._transcript += (raw, hello)
+        answer = self._own_hello(connection=self.connection_id, socket=f"{self._name.kind}:{self._name.token}")
+        self._transcript += (raw, answer)
         self._state = State.HELLO
-        return [Send(Transport.TCP, hello)]
+        return [Send(Transport.TCP, answer)]
 
     def _received_proof(self, transport: Transport, raw: bytes, credentials: Credentials | None) -> list[Action]:
-        body = fields.body_of(raw, "prove")
-        if fields.text(body, "connection", fields.HEX32) != self.connection_id:
+        message = Incoming.canonical(raw, "prove")
+        body = message.body
+        if message.text("connection", _HEX32) != self.connection_id:
             raise ProtocolError("the proof is for another connection")
         if not isinstance(body.get("tcp_path"), str):
             raise ProtocolError("the proof does not name the TCP connection")
         if not self._secret:
             self._check_same_user(transport, credentials)
-        identity = self._take_proof(transport, raw, body)
+        identity = self._take_proof(transport, raw, message)
         if not self._secret and self._same_network and body["tcp_path"] != self._view.tcp_path:
             raise AuthenticationError(
-                f"something relays the TCP connection: the dialler sees {fields.printable(body['tcp_path'])}, "
+                f"something relays the TCP connection: the dialler sees {printable(body['tcp_path'])}, "
                 f"the listener {self._view.tcp_path}; {HOW_TO_SHARE_A_SECRET}"
             )
         if transport is Transport.UNIX:
@@ -415,7 +423,7 @@ _KINDS: dict[str, type[HixlError]] = {
 def refusal(error: HixlError) -> bytes:
     """The message that tells the dialler why it was refused."""
     code = error.code if error.code in _KINDS else ConnectError.code
-    return codec.encode("refuse", {"code": code, "text": fields.printable(str(error))}, codec.HANDSHAKE_LIMIT)
+    return codec.encode("refuse", {"code": code, "text": printable(str(error))}, codec.HANDSHAKE_LIMIT)
 
 
 def raise_if_refusal(raw: bytes) -> None:
@@ -427,7 +435,7 @@ def raise_if_refusal(raw: bytes) -> None:
     if message.kind == "refuse":
         text = message.body.get("text")
         kind = _KINDS.get(str(message.body.get("code")), ConnectError)
-        raise kind(f"refused: {fields.printable(text) if isinstance(text, str) else 'no reason given'}")
+        raise kind(f"refused: {printable(text) if isinstance(text, str) else 'no reason given'}")
 
 
 def connection_of(raw: bytes) -> str:
@@ -435,7 +443,7 @@ def connection_of(raw: bytes) -> str:
 
     :raises ProtocolError: if it is no such message.
     """
-    return fields.text(fields.body_of(raw, "prove"), "connection", fields.HEX32)
+    return Incoming.canonical(raw, "prove").text("connection", _HEX32)
 
 
 def _same(ours: str, theirs: str) -> bool:

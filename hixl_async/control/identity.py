@@ -6,7 +6,7 @@ import hmac
 import re
 from typing import NamedTuple
 
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, ProtocolError
 
 __all__ = ["Identity", "Secret"]
 
@@ -27,8 +27,21 @@ class Identity(NamedTuple):
     #: Names of the drivers that it has opened.
     drivers: tuple[str, ...]
 
+    @classmethod
+    def parse(cls, value: object) -> Identity:
+        """Return the identity that the other side claims.
+
+        :raises ProtocolError: if it is missing or malformed.
+        """
+        if not isinstance(value, dict) or value.keys() != set(cls._fields) or not isinstance(value["drivers"], list):
+            raise ProtocolError("a message of the handshake lacks a valid 'identity'")
+        claimed = cls(**{**value, "drivers": tuple(value["drivers"])})
+        if problem := claimed.problem():
+            raise ProtocolError(f"the identity of the other side is not valid: {problem}")
+        return claimed
+
     def problem(self) -> str | None:
-        """Says what is wrong with the fields, or None."""
+        """Return what is wrong with the fields, or None."""
         for field, text, least, most in (
             ("name", self.name, 1, 128),
             ("domain", self.domain, 0, 128),

@@ -20,13 +20,14 @@ import time
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, ProtocolError
 from .process import why_unknown
 
 __all__ = ["Rendezvous", "RendezvousName", "Scope", "admit_descriptors", "connect"]
 
 _BACKLOG = 1024
 _SO_PASSRIGHTS = 83  # asm-generic/socket.h; the socket module has no name for it
+_TOKEN = re.compile(r"[0-9a-f]{32}")
 _FILE = re.compile(r"hixl-[0-9a-f]{32}\.(sock|new)")
 # Between bind and rename a file lives for microseconds; one this old was left by a process that died there.
 _ABANDONED_AFTER = 60.0
@@ -38,6 +39,17 @@ class RendezvousName(NamedTuple):
     kind: Literal["abstract", "directory"]
     #: 32 hexadecimal digits; the rest of the name is fixed, so that a hostile listener cannot send us elsewhere.
     token: str
+
+    @classmethod
+    def parse(cls, text: str) -> RendezvousName:
+        """Return the name that the listening side sent.
+
+        :raises ProtocolError: if it is none.
+        """
+        kind, _, token = text.partition(":")
+        if kind not in ("abstract", "directory") or not _TOKEN.fullmatch(token):
+            raise ProtocolError("a 'hello' message lacks a valid 'socket'")
+        return cls("abstract" if kind == "abstract" else "directory", token)
 
     @property
     def file(self) -> str:

@@ -562,8 +562,8 @@ class Engine(Core):
         :raises InvalidArgumentError: if `service` is taken.
         """
         self._must_be_open()
-        if not isinstance(service, str) or not service or not callable(handler):
-            raise InvalidArgumentError(f"serve takes a name and a function, not {service!r} and {handler!r}")
+        if not isinstance(service, str) or not service or not service.isprintable() or not callable(handler):
+            raise InvalidArgumentError(f"serve takes a printable name and a function, not {service!r} and {handler!r}")
         if service in self._services:
             raise InvalidArgumentError(f"service {service!r} is served already")
         self._services[service] = handler

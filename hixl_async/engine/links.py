@@ -18,10 +18,10 @@ import sys
 from collections.abc import Awaitable, Iterator
 from typing import TYPE_CHECKING
 
+from ..control import Incoming, binary_text
 from ..core.link import CAP_SAME_HOST, MESSAGE_LIMIT, Driver, Link
 from ..errors import ConnectError, DriverError, HixlError, NoRouteError, PeerLostError, ProtocolError
 from ..types import PeerState
-from .messages import Incoming, binary_text
 
 if TYPE_CHECKING:
     from .peer import Peer
@@ -182,7 +182,7 @@ class Links:
 
     def on_failed(self, message: Incoming) -> None:
         """The other side has to do without one."""
-        name, text = message.text("driver"), message.text("text")
+        name, text = message.text("driver"), message.words("text", FAILURE_LIMIT)
         if name in self._failed:
             return
         if name not in self._links:

@@ -20,6 +20,7 @@ from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..control import Incoming, close_descriptors
 from ..core.link import Link
 from ..errors import (
     ClosedError,
@@ -31,7 +32,6 @@ from ..errors import (
 from ..types import Access, Address, PeerState
 from .arguments import positive_seconds
 from .links import FAILURE_LIMIT, Links
-from .messages import Incoming, close_all
 from .region import Region, RemoteRegion
 from .regions import Exports, Imports
 from .rpc import Calls, Handler
@@ -198,7 +198,7 @@ class Peer:
         except ClosedError as error:
             raise PeerLostError(f"peer {self.name!r} is gone: {error}", peer=self.name) from None
         finally:
-            close_all(fds)
+            close_descriptors(fds)
 
     def _tell(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """As `_send`, for what only matters to a peer that is still there."""
@@ -206,7 +206,7 @@ class Peer:
             with contextlib.suppress(PeerLostError):
                 self._send(kind, body, fds)
         else:
-            close_all(fds)
+            close_descriptors(fds)
 
     def _make_routes(self) -> dict[PeerState, Routes]:
         """What the peer is heard to say, state by state."""
@@ -425,7 +425,7 @@ class Peer:
 
     def _on_link_down(self, message: Incoming) -> None:
         """The other side parts from us, for it lost a link; its goodbye takes as long as its work."""
-        text = message.text("text")[:FAILURE_LIMIT]
+        text = message.words("text", FAILURE_LIMIT)
         self._begin_closing()
         self._end(self._part(PeerLostError(f"peer {self.name!r} lost its link to us: {text}", peer=self.name)))
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..control import Incoming, binary_text
 from ..core.link import Link
 from ..errors import (
     AccessError,
@@ -33,7 +34,6 @@ from ..errors import (
     TransferTimeoutError,
 )
 from ..types import Access, PeerState
-from .messages import Incoming, binary_text
 from .region import MAX_NAME, Region, RemoteRegion
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import errors
+from ..control import Incoming
 from ..errors import BusyError, HixlError, InvalidArgumentError, ProtocolError, TransferTimeoutError
-from .messages import Incoming
 
 if TYPE_CHECKING:
     from .peer import Peer
@@ -31,6 +31,8 @@ Handler = Callable[["Peer", dict[str, Any]], "dict[str, Any] | Awaitable[dict[st
 #: Requests of one peer that may be in our handlers at the same time; so many of ours wait for answers, the others for their
 #: turn.  Answers cannot wait for room as requests do, and all that may come together fit into the connection's queue.
 MAX_HANDLERS = 256
+#: Bytes of a failure that one side tells the other.
+FAILURE_BYTES = 2000
 
 
 class _Waiting(NamedTuple):
@@ -121,7 +123,7 @@ class Calls:
             kind = getattr(errors, message.text("error"), None)
             if not (isinstance(kind, type) and issubclass(kind, HixlError)):
                 kind = HixlError
-            waiting.reply.set_exception(kind(message.text("message"), peer=self._peer.name))
+            waiting.reply.set_exception(kind(message.words("message", FAILURE_BYTES), peer=self._peer.name))
 
     def lose(self, error: Callable[[], HixlError]) -> None:
         """Nothing will be answered any more, here or there."""
@@ -161,8 +163,7 @@ class Calls:
 
     def _serve_later(self, call: int | None, service: str, answer: Awaitable[dict[str, Any] | None]) -> None:
         if len(self._handlers) >= MAX_HANDLERS:
-            if inspect.iscoroutine(answer):
-                answer.close()
+            _discard(answer)
             error = BusyError(f"{MAX_HANDLERS} requests of this peer are being handled already")
             logger.warning("peer %r: a request to %r is dropped: %s", self._peer.name, service, error)
             self.fail(call, error)
@@ -170,6 +171,8 @@ class Calls:
         task = self._peer._host._spawn(self._finish(call, service, answer))
         self._handlers.add(task)
         task.add_done_callback(self._handlers.discard)
+        # The task may be cancelled before it begins.
+        task.add_done_callback(lambda _: _discard(answer))
 
     async def _finish(self, call: int | None, service: str, answer: Awaitable[dict[str, Any] | None]) -> None:
         try:
@@ -197,7 +200,7 @@ class Calls:
     def fail(self, call: int | None, error: HixlError) -> None:
         """Tells the peer why its request has no answer."""
         if call is not None:
-            text = str(error).encode(errors="replace")[:2000].decode(errors="ignore")
+            text = str(error).encode(errors="replace")[:FAILURE_BYTES].decode(errors="ignore")
             self._peer._tell("failure", {"call": call, "error": type(error).__name__, "message": text})
 
     def _broken_handler(self, call: int | None, service: str, error: Exception) -> None:
@@ -205,8 +208,16 @@ class Calls:
         self.fail(call, HixlError(f"the handler of {service!r} failed at the peer"))
 
 
+def _discard(answer: Awaitable[Any]) -> None:
+    """End what a handler has begun, if it has not ended."""
+    if inspect.iscoroutine(answer):
+        answer.close()
+    elif isinstance(answer, asyncio.Future):
+        answer.cancel()
+
+
 def _check(service: object, body: object) -> None:
-    if not isinstance(service, str) or not service:
-        raise InvalidArgumentError(f"service must be a string that is not empty, not {service!r}")
+    if not isinstance(service, str) or not service or not service.isprintable():
+        raise InvalidArgumentError(f"service must be a printable string that is not empty, not {service!r}")
     if not isinstance(body, dict):
         raise InvalidArgumentError(f"body must be a dict that JSON can carry, not {type(body).__name__}")
