@@ -2,18 +2,20 @@
 
 Read from the top; each uses only what stands above it::
 
-    codec                  messages, frames, seals             pure
-    process                who is at the other end             asks the kernel
-    identity, secret       what we say, and how it is proved   pure
-    rendezvous             the random Unix socket
-    fields, refusal        reading and refusing strangers      pure
-    handshake              who proves what, and when           pure: dialler_handshake, listener_handshake
-    channel                sockets that carry messages         non-blocking, no loop
-    waiting                waits for them                      here the loop begins
-    connection             what a handshake results in
-    door                   lets in no more than fit
-    dialler                dials
-    answer, listener       answer
+    codec            messages, frames, seals                         pure
+    scheduler        one time budget in each pass of the loop
+    process          the process at the other end                    asks the kernel
+    identity         names, and the secret that proves them          pure
+    rendezvous       the random Unix socket
+    channel          sockets that carry messages                     non-blocking, no loop
+    incoming         messages of the other side, checked             pure
+    handshake        what is proved, and when                        pure
+    socket_io        waits for sockets during a handshake            here the loop begins
+    connection       the result of a handshake
+    limits           connections of one process, user or host
+    accept_limiter   accepts no more than can be looked after
+    dialler          dials
+    listener         answers
 """
 
 from .channel import MAX_DESCRIPTORS, close_descriptors

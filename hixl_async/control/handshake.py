@@ -1,4 +1,4 @@
-"""The handshake, and what its two state machines have in common: messages in, actions out; no sockets, loop or clock.
+"""The handshake, as a state machine for each side: messages in, actions out; no sockets, loop or clock.
 
 ::
 
@@ -81,14 +81,14 @@ HOW_TO_SHARE_A_SECRET = (
 
 
 class Transport(Enum):
-    """Which of the two sockets."""
+    """One of the two sockets of a handshake."""
 
     TCP = "tcp"
     UNIX = "unix"
 
 
 class LocalView(NamedTuple):
-    """What a side sees of itself and of the TCP connection."""
+    """The facts that a side knows of itself and of the TCP connection."""
 
     scope: Scope
     user: LocalUser
@@ -117,7 +117,7 @@ class Established(NamedTuple):
     transport: Transport
     #: The version of the protocol that both sides speak.
     version: int
-    #: Who is at the other end.
+    #: The identity of the other side.
     identity: Identity
     #: When that process started, as it says itself.
     started: str
@@ -139,7 +139,7 @@ class State(Enum):
 
 
 class Handshake:
-    """What both sides have in common."""
+    """The common part of both sides."""
 
     _role: ClassVar[str]
     _other: ClassVar[str]
@@ -271,7 +271,7 @@ class DiallerHandshake(Handshake):
         self._connection_id = ""
 
     def start(self) -> list[Action]:
-        """The first message."""
+        """Return the first message."""
         self._expect(State.NEW)
         self._state = State.HELLO
         hello = self._own_hello()
@@ -279,7 +279,7 @@ class DiallerHandshake(Handshake):
         return [Send(Transport.TCP, hello)]
 
     def received(self, transport: Transport, raw: bytes) -> list[Action]:
-        """Takes one message.
+        """Take one message.
 
         :raises AuthenticationError: if one side does not, or cannot, trust the other.
         :raises ProtocolError: if `raw` is no valid message, comes out of turn, or there is no common version.
@@ -359,7 +359,7 @@ class ListenerHandshake(Handshake):
         self.connection_id = secrets.token_hex(16)
 
     def received(self, transport: Transport, raw: bytes, credentials: Credentials | None = None) -> list[Action]:
-        """Takes one message.
+        """Take one message.
 
         :param credentials: of the process that connected the Unix transport; None on the TCP transport.
         :raises AuthenticationError: if one side does not, or cannot, trust the other.
@@ -427,7 +427,7 @@ def refusal(error: HixlError) -> bytes:
 
 
 def raise_if_refusal(raw: bytes) -> None:
-    """Raises, at the dialler, the error that the listener refused it with, if `raw` says so.
+    """Raise, at the dialler, the error with which the listener refused it, if `raw` says so.
 
     :raises ProtocolError: also if `raw` is no message at all.
     """

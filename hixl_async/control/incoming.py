@@ -1,4 +1,4 @@
-"""A message of the other side; whatever is read from one is checked here, and every text of it that is shown."""
+"""A message of the other side: its fields are checked as they are read, and its texts filtered before they are shown."""
 
 from __future__ import annotations
 

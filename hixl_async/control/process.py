@@ -1,4 +1,4 @@
-"""Who sits at the other end of a Unix socket: its credentials, and a descriptor that tells when it died."""
+"""The process at the other end of a Unix socket: its credentials, and a descriptor that tells when it died."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LocalUser(NamedTuple):
 
 
 def peer_credentials(sock: socket.socket) -> Credentials:
-    """The process that connected `sock`, or that listened for it."""
+    """Return the process that connected `sock`, or that listened for it."""
     return Credentials(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 
 
@@ -92,7 +92,7 @@ def start_time(pid: int | None = None) -> str:
 
 
 def open_pidfd(sock: socket.socket, credentials: Credentials, started: str) -> int | None:
-    """A descriptor that becomes readable when the process at the other end of `sock` has died.
+    """Return a descriptor that becomes readable when the process at the other end of `sock` has died.
 
     None if this kernel or namespace cannot give one that surely means that process.
 

@@ -34,7 +34,7 @@ _ABANDONED_AFTER = 60.0
 
 
 class RendezvousName(NamedTuple):
-    """What the listening side says in its hello."""
+    """The name of the socket in the listener's hello."""
 
     kind: Literal["abstract", "directory"]
     #: 32 hexadecimal digits; the rest of the name is fixed, so that a hostile listener cannot send us elsewhere.
@@ -99,7 +99,7 @@ class Rendezvous:
     __slots__ = ("_directory", "name", "sock")
 
     def __init__(self, unix_dir: str | None, *, other_users: bool) -> None:
-        """Listens under a random name.
+        """Listen under a random name.
 
         :param other_users: False if other users shall not be able to connect; abstract names cannot prevent them.
         :raises InvalidArgumentError: if `unix_dir` is no directory, or others could replace files in it.
@@ -137,14 +137,14 @@ class Rendezvous:
             raise
 
     def close(self) -> None:
-        """Stops listening and removes the file, if there is one; idempotent."""
+        """Stop listening and remove the file, if there is one; idempotent."""
         if self._directory is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self.name.file, dir_fd=self._directory)
         self.abandon()
 
     def abandon(self) -> None:
-        """Closes our descriptors only: in the child of a fork the socket belongs to the parent."""
+        """Close our descriptors only: in the child of a fork the socket belongs to the parent."""
         self.sock.close()
         if self._directory is not None:
             os.close(self._directory)
@@ -152,10 +152,10 @@ class Rendezvous:
 
 
 def connect(name: RendezvousName, unix_dir: str | None) -> socket.socket:
-    """Connects to a listening end.
+    """Connect to a listening end.
 
     :raises BlockingIOError: if its queue is full; try again a little later.
-    :raises OSError: if nobody listens under `name`.
+    :raises OSError: if no socket listens under `name`.
     :raises InvalidArgumentError: if `unix_dir` is no directory that we can reach.
     """
     sock = _socket()
@@ -173,7 +173,7 @@ def connect(name: RendezvousName, unix_dir: str | None) -> socket.socket:
 
 
 def admit_descriptors(sock: socket.socket, admit: bool) -> None:
-    """Whether others may send descriptors to `sock`, where the kernel can refuse them (Linux 6.16).
+    """Allow or forbid others to send descriptors to `sock`, where the kernel can refuse them (Linux 6.16).
 
     Merely to receive a stranger's descriptor, and to drop it, can block: see `channel.may_block_close`.
     """
@@ -219,13 +219,13 @@ def _check_private(path: str, status: os.stat_result) -> None:
 
 
 def _remove_stale(directory: int) -> None:
-    """Removes the sockets of processes that were killed before they could do so."""
+    """Remove the sockets of processes that were killed before they could do so."""
     try:
         files = [file for file in os.listdir(f"/proc/self/fd/{directory}") if _FILE.fullmatch(file)]
     except OSError:
         return  # we may use the directory without being allowed to list it
     for file in files:
-        with contextlib.suppress(OSError):  # somebody else removed it, or it is another user's
+        with contextlib.suppress(OSError):  # another process removed it, or it is another user's
             if file.endswith(".new"):
                 if time.time() - os.stat(file, dir_fd=directory).st_mtime < _ABANDONED_AFTER:
                     continue
