@@ -58,7 +58,7 @@ async def dial(
                     attempt.close()
                     attempt.step = f"it is busy: {error}"
                     await asyncio.sleep(random.uniform(*_BUSY_RETRY))
-        return attempt.connection(established, scheduler or FairScheduler())
+        return attempt.connection(established, FairScheduler() if scheduler is None else scheduler)
     except TimeoutError:
         raise ConnectError(f"{address} did not answer within {timeout:g} s ({attempt.step})") from None
     except PeerLostError as error:

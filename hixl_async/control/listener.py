@@ -239,8 +239,8 @@ class Listener:
             view=LocalView(Scope.current(unix_dir), LocalUser.current(), start_time(), tcp_path=""),
             handshake_timeout=handshake_timeout,
             on_connection=on_connection,
-            scheduler=scheduler or FairScheduler(),
-            limits=limits or ConnectionLimits(),
+            scheduler=FairScheduler() if scheduler is None else scheduler,
+            limits=ConnectionLimits() if limits is None else limits,
         )
         if address is not None:
             try:

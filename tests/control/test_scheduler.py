@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hixl_async import Engine
-from hixl_async.control import FairScheduler
+from hixl_async.control import Connection, FairScheduler
 from hixl_async.control.connection import _LARGE
 from hixl_async.control.scheduler import Progress
 
@@ -213,7 +213,7 @@ class TestConnections:
         order: list[int] = []
         taken, stop = self.watch(clock)
 
-        def start(number: int) -> None:
+        def start(number: int, theirs: Connection) -> None:
             def take(*message: object) -> None:
                 clock.now += 5.0 if size > 1000 else 1.0
                 taken[-1] += 1
@@ -221,11 +221,12 @@ class TestConnections:
 
             theirs.start(take, lambda error: None)
 
-        for number in range(connections):
-            mine, theirs = await host.pair()
+        pairs = [await host.pair() for _ in range(connections)]
+        for mine, _ in pairs:
             for _ in range(each):
                 mine.send("x", {"text": "y" * size})
-            start(number)
+        for number, (_, theirs) in enumerate(pairs):
+            start(number, theirs)
         while len(order) < connections * each:
             await passed(1)
         stop()
