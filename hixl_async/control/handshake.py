@@ -29,6 +29,7 @@ H5  Messages are taken in their one canonical spelling only.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import re
 import secrets
@@ -315,10 +316,11 @@ class DiallerHandshake(Handshake):
         """Go on without the Unix socket, which could not be connected.
 
         :raises ConnectError: if there is no secret, so that nothing else is left; the listener may be restarting.
+        :raises AuthenticationError: the same, if the socket is another user's, who keeps us out.
         """
         self._expect(State.OPENING)
         reason = f"its Unix socket could not be connected: {error.strerror or error}"
-        if not self._secret:
+        if not self._secret and error.errno not in (errno.EACCES, errno.EPERM):
             raise self._fail(ConnectError(reason, native=error.errno))
         return self._without_unix(reason)
 

@@ -224,9 +224,9 @@ HELLO = {
 @pytest.mark.parametrize(
     ("answer", "error", "text"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "limit"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "no hixl_async engine"),
         (b"\0\0\0\2{}", ProtocolError, "not a valid message"),
-        (b"\xff" * 100, ProtocolError, "limit"),
+        (b"\xff" * 100, ProtocolError, "no hixl_async engine"),
         (b"", ConnectError, "closed"),
         (codec.frame(codec.encode("hello", {**HELLO, "versions": [99, 101]})), ProtocolError, "versions 99 to 101"),
         (
