@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from typing_extensions import disjoint_base
 
-from .link import Driver, CoreBase
+from .link import CoreBase, Driver
 from .transfer import Transfer
 
 _Handler: TypeAlias = Callable[

@@ -29,8 +29,8 @@ from hixl_async import (
     TransferTimeoutError,
     kv,
 )
+from hixl_async.control import binary_text
 from hixl_async.engine import links as engine_links
-from hixl_async.engine.messages import binary_text
 from hixl_async.testing import EnginePair, engine_pair, peer_process
 from tests.hixlsim.build import build
 from tests.signals import interrupted
