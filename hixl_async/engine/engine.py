@@ -12,8 +12,7 @@ from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from .. import drivers
-from .. import _core
+from .. import _core, drivers
 from .._core import Core
 from ..control import Identity, Listener
 from ..core import in_flight, memory, torch_device
@@ -417,9 +416,7 @@ class Engine(Core):
         elif where.size == 0:
             raise RangeError("the buffer is empty; there is nothing to register")
         else:
-            _core.borrow_address(
-                self, region, owner, where.address, where.size, int(region.access), where.device
-            )
+            _core.borrow_address(self, region, owner, where.address, where.size, int(region.access), where.device)
 
     def _introduce(self, region: Region, allocator: Driver | None) -> None:
         """Makes `region` known to every driver that can use it."""
