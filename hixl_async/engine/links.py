@@ -118,7 +118,11 @@ class Links:
         if not drivers:
             raise NoRouteError(
                 f"no driver reaches {session.name!r}: it has {', '.join(session.identity.drivers) or 'none'}"
-                + ("" if session.connection.same_host else f", and no Unix socket leads to it: {session.connection.fallback}"),
+                + (
+                    ""
+                    if session.connection.same_host
+                    else f", and no Unix socket leads to it: {session.connection.fallback}"
+                ),
                 peer=session.name,
             )
         self._unjoined = {driver.name for driver in drivers}
