@@ -198,15 +198,13 @@ class Program:
         call.targets = consumer.targets
         self.calls.append(consumer)
         stream = blocks.stream()
-        if options:  # the ticket expires before it is used
-            ticket = blocks.ticket()
+        ticket = blocks.ticket()
+        if options and call.number % 2:  # before a producer has used the ticket
             await stream.abort()
-        else:
-            ticket = blocks.ticket()
         with call.catching():
             out = source.open_stream(self.peer, ticket, timeout=1)
             await out
-            for layer in range(LAYOUT.layers):
+            for layer in range(1 if options else LAYOUT.layers):
                 out.push(layer, mine[layer])
             await out.aclose()
             await out.finished()
