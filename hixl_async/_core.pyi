@@ -1,25 +1,27 @@
-# The types of _core.pyx; see _link.pyi.  Methods with an underscore are for engine.py, peer.py and group.py alone.
+# The types of _core.pyx; see core/link.pyi.
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-from typing_extensions import Buffer
+from typing_extensions import Buffer, disjoint_base
 
 from .core.batch import Batch
 from .core.in_flight import InFlightTable
 from .core.link import Driver, Link
-from .core.memory import LocalMemory, Memory, RemoteMemory, Slice
+from .core.memory import LocalMemory, LocalSlice, Memory, RemoteMemory, RemoteSlice
 from .core.transfer import Transfer
 from .types import Priority
 
 class _SupportsDLPack(Protocol):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-_Local: TypeAlias = Slice | LocalMemory | Buffer | _SupportsDLPack
-_Remote: TypeAlias = Slice | RemoteMemory
+_Local: TypeAlias = LocalSlice | LocalMemory | Buffer | _SupportsDLPack
+_Remote: TypeAlias = RemoteSlice | RemoteMemory
 _Note: TypeAlias = tuple[str, Buffer]  # topic, payload
-_Signal: TypeAlias = tuple[Slice, int]  # 8 remote bytes, value
+_Signal: TypeAlias = tuple[RemoteSlice, int]  # 8 remote bytes, value
 
+@disjoint_base
 class Core(InFlightTable):
     def write(
         self,
@@ -50,14 +52,17 @@ class Core(InFlightTable):
         timeout: float | None = None,
         priority: Priority | None = None,
     ) -> Transfer: ...
-    def drained(self, buffer: _Local | Memory) -> asyncio.Future[None]: ...
-    def _begin_on_device(self, transfer: Transfer) -> None: ...
-    def _adopt(self, memory: LocalMemory, driver: Driver, size: int, rights: int) -> None: ...
-    def _borrow(self, memory: LocalMemory, buffer: Buffer, rights: int) -> None: ...
-    def _borrow_address(
-        self, memory: LocalMemory, owner: object, address: int, size: int, rights: int, device: bool
-    ) -> None: ...
-    def _register(self, memory: LocalMemory, driver: Driver) -> bool: ...
-    # address, bytes, owner, on a device
-    def _address_of(self, local: object, writable: bool) -> tuple[int, int, object, bool]: ...
-    def _post_note(self, link: Link, notify: _Note, timeout: float | None = None) -> Transfer: ...
+    def drained(self, buffer: _Local | Memory | RemoteSlice) -> asyncio.Future[None]: ...
+
+def set_object_support(
+    core: Core,
+    address_of: Callable[[Any, bool], tuple[int, int, object, bool]],  # address, bytes, owner, on a device
+    begin_on_device: Callable[[Transfer], object],
+) -> None: ...
+def allocate(core: Core, memory: LocalMemory, driver: Driver, size: int, rights: int) -> None: ...
+def borrow(core: Core, memory: LocalMemory, buffer: Buffer, rights: int) -> None: ...
+def borrow_address(
+    core: Core, memory: LocalMemory, owner: object, address: int, size: int, rights: int, device: bool
+) -> None: ...
+def register(core: Core, memory: LocalMemory, driver: Driver) -> bool: ...
+def notify(core: Core, link: Link, notification: _Note, timeout: float | None = None) -> Transfer: ...

@@ -134,7 +134,7 @@ cdef class Core(InFlightTable):
             length = left.nbytes
             self._pin_slice(transfer, left, verb, link)
         else:
-            if isinstance(local, (Memory, RemoteSlice)):
+            if isinstance(local, Memory) or type(local) is RemoteSlice:
                 left = whole_local(local, "local")
                 length = left.nbytes
                 self._pin_slice(transfer, left, verb, link)
@@ -356,14 +356,12 @@ cdef class Core(InFlightTable):
         cdef Memory memory
         self._check()
         if type(transfer.local) is Batch:
-            needed = [*(<Batch>transfer.local).memories, transfer.signal]
-        else:
-            needed = [transfer.remote, transfer.signal, transfer.local]
-        for part in needed:
-            if isinstance(part, Memory):
-                memory = part
-                if not memory.usable:
-                    raise_gone(memory)
+            for memory in (<Batch>transfer.local).memories:
+                _must_be_usable(memory)
+        elif isinstance(transfer.local, Memory):
+            _must_be_usable(<Memory>transfer.local)
+        _must_be_usable(transfer.remote)
+        _must_be_usable(transfer.signal)
         return _must_be_up(transfer.link)
 
     cdef int _attach_note(self, Transfer transfer, Driver driver, object notify) except -1:
@@ -447,6 +445,12 @@ cdef class Core(InFlightTable):
         else:
             start, size, _, _ = self.address_of(buffer, False)
         return self._drained_local(start, size)
+
+
+cdef inline int _must_be_usable(Memory memory) except -1:
+    if memory is not None and not memory.usable:
+        raise_gone(memory)
+    return 0
 
 
 cdef int _must_be_up(Link link) except -1:

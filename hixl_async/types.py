@@ -97,15 +97,22 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse an address.
+        """Read ``"host:port"``, ``":port"`` (loopback) or ``"[v6]:port"``.
 
-        :param text: ``"host:port"``, ``":port"`` (loopback) or ``"[v6]:port"``.
-        :raises ValueError: if `text` has no port, or it is not in 0..65535.
+        :raises ValueError: if `text` has no port, the port is not in 0..65535, or an IPv6 address has no brackets.
         """
+        if text.count(":") > 1 and not {"[", "]"} & set(text):
+            raise ValueError(f"an IPv6 address needs brackets, since a port follows it: write [{text}]:PORT")
         host, colon, port = text.rpartition(":")
-        if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        bracketed = host.startswith("[") and host.endswith("]")
+        if (
+            not colon
+            or not (port.isascii() and port.isdigit() and int(port) <= 65535)
+            or (":" in host and not bracketed)
+        ):
             raise ValueError(f"address must look like 'host:port' with a port in 0..65535, not {text!r}")
-        host = host.removeprefix("[").removesuffix("]")
+        if bracketed:
+            host = host[1:-1]
         return cls(host or "127.0.0.1", int(port))
 
     def __str__(self) -> str:

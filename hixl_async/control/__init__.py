@@ -2,26 +2,29 @@
 
 Read from the top; each uses only what stands above it::
 
-    codec                  messages, frames, seals             pure
-    process                who is at the other end             asks the kernel
-    identity, secret       what we say, and how it is proved   pure
-    rendezvous             the random Unix socket
-    fields, refusal        reading and refusing strangers      pure
-    handshake              who proves what, and when           pure: dialler_handshake, listener_handshake
-    channel                sockets that carry messages         non-blocking, no loop
-    waiting                waits for them                      here the loop begins
-    connection             what a handshake results in
-    door                   lets in no more than fit
-    dialler                dials
-    answer, listener       answer
+    codec            messages, frames, seals                         pure
+    scheduler        one time budget in each pass of the loop
+    process          the process at the other end                    asks the kernel
+    identity         names, and the secret that proves them          pure
+    rendezvous       the random Unix socket
+    channel          sockets that carry messages                     non-blocking, no loop
+    incoming         messages of the other side, checked             pure
+    handshake        what is proved, and when                        pure
+    socket_io        waits for sockets during a handshake            here the loop begins
+    connection       the result of a handshake
+    limits           connections of one process, user or host
+    accept_limiter   accepts no more than can be looked after
+    dialler          dials
+    listener         answers
 """
 
-from .channel import MAX_DESCRIPTORS
+from .channel import MAX_DESCRIPTORS, close_descriptors
 from .codec import ESTABLISHED_LIMIT
 from .connection import Connection
 from .dialler import dial
 from .handshake import PROTOCOL_VERSION
 from .identity import Identity
+from .incoming import Incoming, binary_text, printable
 from .limits import ConnectionLimits
 from .listener import Listener
 from .process import Credentials
@@ -36,6 +39,10 @@ __all__ = [
     "Credentials",
     "FairScheduler",
     "Identity",
+    "Incoming",
     "Listener",
+    "binary_text",
+    "close_descriptors",
     "dial",
+    "printable",
 ]

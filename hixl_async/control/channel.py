@@ -24,10 +24,10 @@ _DESCRIPTORS_SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsi
 
 
 class Packet(NamedTuple):
-    """A message as it came."""
+    """A message as it arrived."""
 
     data: bytes
-    #: Open descriptors; whoever takes the packet owns them.
+    #: Open descriptors, which belong to the receiver of the packet.
     descriptors: list[int]
 
 
@@ -40,30 +40,30 @@ class Channel(Protocol):
     def fileno(self) -> int: ...
 
     def receive(self) -> Packet | None:
-        """The next message, or None if it has not arrived yet.
+        """Return the next message, or None if it has not arrived yet.
 
         :raises PeerDownError: if the other side closed the socket, or it broke.
         :raises ProtocolError: if what arrived is no message.
         """
 
     def send(self, data: bytes, descriptors: Sequence[int]) -> bool:
-        """Sends a message, or nothing of it and says False: then try again when the socket is writable.
+        """Send a message; False if nothing of it was sent, to be tried again when the socket is writable.
 
         :raises ProtocolError: if one of `descriptors` is not open.
         :raises PeerDownError: if the socket broke.
         """
 
     def flush(self) -> bool:
-        """Sends what `send` accepted but the kernel did not yet; False if some of it is still left.
+        """Send what `send` accepted but the kernel did not yet; False if some of it is still left.
 
         :raises PeerDownError: if the socket broke.
         """
 
     def establish(self, receiving: codec.Seal, sending: codec.Seal) -> None:
-        """The two sides have authenticated each other: longer messages from now on, and sealed ones where needed."""
+        """Allow longer messages from now on, and seal them where needed: the two sides have authenticated each other."""
 
     def close(self) -> None:
-        """Closes the socket; idempotent; safe in the child of a fork, where the parent's connection lives on."""
+        """Close the socket; idempotent; safe in the child of a fork, where the parent's connection lives on."""
 
 
 class UnixChannel:
@@ -125,7 +125,7 @@ class UnixChannel:
         return True
 
     def establish(self, receiving: codec.Seal, sending: codec.Seal) -> None:
-        self.limit = codec.ESTABLISHED_LIMIT  # nobody can stand between the ends of a Unix socket: no seals
+        self.limit = codec.ESTABLISHED_LIMIT  # no seals: nothing can stand between the ends of a Unix socket
 
     def close(self) -> None:
         self.sock.close()
@@ -189,9 +189,9 @@ class TcpChannel:
 
 
 def may_block_close(descriptor: int) -> bool:
-    """True unless the descriptor is memory or a pipe.
+    """Return True unless the descriptor is memory or a pipe.
 
-    To close others may mean to wait for as long as whoever sent them likes: FUSE asks the file system's process on each
+    To close others may take as long as the sender likes: FUSE asks the file system's process on each
     close, and a lingering socket waits for its own peer.
     """
     for question in (fcntl.F_GET_SEALS, fcntl.F_GETPIPE_SZ):
@@ -202,7 +202,17 @@ def may_block_close(descriptor: int) -> bool:
 
 
 def close_descriptors(descriptors: Iterable[int]) -> None:
-    """Closes them all, whatever happens."""
+    """Close them all.
+
+    :raises OSError: afterwards, if one of them was not open: it was closed twice, and its number may belong to another file
+        by now.  What else close() reports is about the file, and the descriptor is closed all the same.
+    """
+    twice: OSError | None = None
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):
+        try:
             os.close(descriptor)
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                twice = error
+    if twice is not None:
+        raise twice

@@ -55,14 +55,14 @@ _HEADER = 4
 class Message(NamedTuple):
     """One message of the control protocol."""
 
-    #: What is said: a short word in lower case.
+    #: The kind of message: a short word in lower case.
     kind: str
-    #: What it is said about: anything that JSON can carry.
+    #: The fields: anything that JSON can carry.
     body: dict[str, Any]
 
 
 def encode(kind: str, body: dict[str, Any], limit: int = ESTABLISHED_LIMIT) -> bytes:
-    """Writes a message, always in the same way: keys sorted, no white space.
+    """Write a message, always in the same way: keys sorted, no white space.
 
     :raises ProtocolError: if `kind` is no short lower-case word, `body` is not plain JSON (finite floats, integers of
         64 bits, string keys), is nested more than `MAX_DEPTH` levels deep, has more than `MAX_CONTAINERS` objects and
@@ -84,7 +84,7 @@ def encode(kind: str, body: dict[str, Any], limit: int = ESTABLISHED_LIMIT) -> b
 
 
 def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
-    """Reads a message.
+    """Read a message.
 
     :raises ProtocolError: if `data` is longer than `limit` or is no valid message: not UTF-8, not JSON, not an object
         of exactly ``kind`` and ``body``, a key twice, nested too deeply, too many objects and lists, a number that is
@@ -118,8 +118,8 @@ def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
 class Seal:
     """Numbers and authenticates the messages of one direction of the TCP transport.
 
-    The handshake only proves who was there at its end; the seal keeps somebody in the middle from adding, dropping or
-    changing messages later.  It hides nothing.
+    The handshake only proves which sides were there at its end; the seal keeps a man in the middle from adding, dropping
+    or changing messages later.  It hides nothing.
     """
 
     __slots__ = ("_count", "_key")
@@ -132,11 +132,11 @@ class Seal:
         self._count = 0
 
     def close(self, message: bytes) -> bytes:
-        """The message with its seal."""
+        """Return the message with its seal."""
         return message + self._tag(message)
 
     def open(self, sealed: bytes) -> bytes:
-        """The message without its seal.
+        """Return the message without its seal.
 
         :raises ProtocolError: if the message was changed, or others before it were added, dropped or reordered.
         """
@@ -152,26 +152,27 @@ class Seal:
 
 
 def frame(data: bytes) -> bytes:
-    """`data` with its length before it."""
+    """Return `data` with its length before it."""
     return len(data).to_bytes(_HEADER, "big") + data
 
 
 class FrameDecoder:
-    """Cuts a stream of bytes into frames; holds no more than was fed to it."""
+    """A stream of bytes, cut into frames; holds no more than was fed to it."""
 
-    __slots__ = ("_buffer", "limit")
+    __slots__ = ("_buffer", "_first", "limit")
 
     def __init__(self, limit: int) -> None:
         #: Longest frame that is accepted; may be changed between frames.
         self.limit = limit
         self._buffer = bytearray()
+        self._first = True  # what speaks another protocol shows it in the first bytes
 
     def feed(self, data: bytes) -> None:
-        """Adds what was received."""
+        """Add what was received."""
         self._buffer += data
 
     def next(self) -> bytes | None:
-        """The next complete frame, or None if there is none yet.
+        """Return the next complete frame, or None if there is none yet.
 
         :raises ProtocolError: if the frame is longer than `limit`; known from its first four bytes.
         """
@@ -180,16 +181,19 @@ class FrameDecoder:
             return None
         size = int.from_bytes(buffer[:_HEADER], "big")
         if size > self.limit:
+            if self._first:
+                raise ProtocolError(f"it is no hixl_async engine; it began with {bytes(buffer[:24])!r}")
             raise ProtocolError(f"a frame of {size} bytes is over the limit of {self.limit}")
         end = _HEADER + size
         if len(buffer) < end:
             return None
         data = bytes(buffer[_HEADER:end])
         del buffer[:end]
+        self._first = False
         return data
 
     def __len__(self) -> int:
-        """Bytes that wait for the rest of their frame, or to be taken."""
+        """The number of bytes that wait for the rest of their frame, or to be taken."""
         return len(self._buffer)
 
 

@@ -26,16 +26,16 @@ MessageCallback: TypeAlias = Callable[[str, dict[str, Any], list[int]], None]
 #: Takes the reason.
 LostCallback: TypeAlias = Callable[[HixlError], None]
 
-# How much waits for a peer that does not read before it is given up.
+# The most that waits for a peer that does not read, before it is given up.
 _MAX_QUEUED_MESSAGES = 65536
 _MAX_QUEUED_BYTES = 32 << 20
 _MAX_QUEUED_DESCRIPTORS = 64
-# How much waits before whoever can wait should.
+# The amount from which on callers that can wait should.
 _CROWDED_MESSAGES = 512
 _CROWDED_BYTES = 1 << 20
 # Messages that are longer, in bytes, may take more than a pass's budget to read, and are only read at its beginning.
 _LARGE = 8 << 10
-# How long aclose() waits for a peer that does not read.
+# Seconds that aclose() waits for a peer that does not read.
 _FLUSH_TIMEOUT = 1.0
 
 
@@ -52,7 +52,7 @@ class _Queued(NamedTuple):
 
 
 class Connection:
-    """Carries messages, in order, until it is lost or closed; belongs to the loop in which it was made.
+    """A channel of messages, in order, until it is lost or closed; belongs to the loop in which it was made.
 
     Nothing is read before `start`, so that early messages wait in the kernel.
     """
@@ -71,7 +71,7 @@ class Connection:
         scheduler: FairScheduler,
         on_closed: Callable[[], None] | None = None,
     ) -> None:
-        #: Who is at the other end, in its own words.
+        #: The identity of the other side, in its own words.
         self.identity = identity
         #: The protocol version that both sides speak.
         self.version = version
@@ -146,7 +146,7 @@ class Connection:
         return not self.fallback
 
     def start(self, on_message: MessageCallback, on_lost: LostCallback) -> None:
-        """Delivers messages from now on, the earlier ones first; never from inside this call.
+        """Deliver messages from now on, the earlier ones first; never from inside this call.
 
         :param on_message: takes kind, body and descriptors, and owns the descriptors from then on, also if it raises.
             If it raises a `HixlError` the connection is lost with that error; any other exception reaches the loop's
@@ -166,7 +166,7 @@ class Connection:
         self._first = self._loop.call_soon(self._pump_first)
 
     def send(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Sends a message, or queues it; never blocks.
+        """Send a message, or queue it; never blocks.
 
         `fds` stay the caller's, who may close them as soon as this returns: what has to wait is duplicated. A peer that
         does not read for so long that the queue is full is given up: the connection is lost.
@@ -211,7 +211,7 @@ class Connection:
         return len(self._queue) >= _CROWDED_MESSAGES or self._queued_bytes >= _CROWDED_BYTES
 
     async def room(self) -> None:
-        """Waits while it is crowded; returns at once if nothing can be sent any more."""
+        """Wait while it is crowded; return at once if nothing can be sent any more."""
         while self._state is _State.OPEN and self.crowded:
             waiter = self._loop.create_future()
             self._waiting.append(waiter)
@@ -224,12 +224,12 @@ class Connection:
                 waiter.set_result(None)
 
     def abort(self, error: HixlError) -> None:
-        """Drops the connection at once; `on_lost` is told `error` soon.  Idempotent."""
+        """Drop the connection at once; `on_lost` is told `error` soon.  Idempotent."""
         if self._state is _State.OPEN:
             self._lose(error)
 
     async def aclose(self) -> None:
-        """Sends what is queued, waiting for a slow peer a second at most, and closes everything; idempotent."""
+        """Send what is queued, waiting for a slow peer a second at most, and close everything; idempotent."""
         if self._state is _State.OPEN:
             self._state = _State.CLOSING
             self._stop_reading()
@@ -242,7 +242,7 @@ class Connection:
             self._close()
 
     def abandon(self) -> None:
-        """Closes our descriptors and nothing else, for the child of a fork: the parent's connection lives on."""
+        """Close our descriptors and nothing else, for the child of a fork: the parent's connection lives on."""
         self._state = _State.CLOSED
         self._channel.close()
         self._drop_messages()
@@ -361,7 +361,7 @@ class Connection:
             self._held = None
 
     def _disconnect(self) -> None:
-        """Leaves the loop and closes the socket."""
+        """Leave the loop and close the socket."""
         self._stop_reading()
         if self._channel.fileno() >= 0:
             self._loop.remove_writer(self._channel.fileno())

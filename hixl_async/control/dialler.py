@@ -1,8 +1,9 @@
-"""The dialling side: drives a `DiallerHandshake` over real sockets."""
+"""The dialling side: performs a `DiallerHandshake` over sockets."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 from ..errors import (
@@ -18,7 +19,7 @@ from ..types import Address
 from . import socket_io
 from .channel import TcpChannel, UnixChannel
 from .connection import Connection
-from .handshake import Action, DiallerHandshake, Established, LocalView, OpenUnix, Transport
+from .handshake import Action, DiallerHandshake, Established, LocalView, OpenUnix, Transport, raise_if_refusal
 from .identity import Identity, Secret
 from .process import LocalUser, peer_credentials, start_time
 from .rendezvous import Scope
@@ -26,7 +27,7 @@ from .scheduler import FairScheduler
 
 __all__ = ["dial"]
 
-# Bounds of the pause before a listener that has too many visitors is dialled again, in seconds.
+# Bounds of the pause before a listener that is busy is dialled again, in seconds.
 _BUSY_RETRY = (0.05, 0.2)
 
 
@@ -39,36 +40,39 @@ async def dial(
     timeout: float = 5.0,
     scheduler: FairScheduler | None = None,
 ) -> Connection:
-    """Connects to the engine that listens on `address`, and authenticates both sides.
+    """Connect to the engine that listens on `address`, and authenticate both sides.
 
-    :param identity: what to say about ourselves.
+    :param identity: our own.
     :param secret: the shared secret; None connects processes of one user on one host only.
     :param unix_dir: the directory shared with containers in which to look for the other side's Unix socket.
     :param timeout: seconds for everything together.
     :param scheduler: shares the time of the loop between the connections of an engine; None: with no others.
     :raises AuthenticationError: if one side does not, or cannot, trust the other, or their domains differ.
     :raises HandshakeError: if the other side is no engine, or speaks no protocol version that we do.
-    :raises ConnectError: if nobody listens there, or it took too long.
+    :raises ConnectError: if no engine listens there, its Unix socket cannot be connected, the system is out of descriptors,
+        the other side has too many connections, or it took too long.
     :raises InvalidArgumentError: if an argument is malformed, or the address is our own.
     """
     if problem := identity.problem():
         raise InvalidArgumentError(problem)
-    call = _Call(address, identity, Secret(secret), unix_dir)
+    attempt = _Attempt(address, identity, Secret(secret), unix_dir)
     try:
         async with asyncio.timeout(timeout):
             while True:
                 try:
-                    established = await call.run()
+                    established = await attempt.run()
                     break
-                except BusyError:
-                    call.close()
-                    call.step = "it is busy"
+                except BusyError as error:
+                    attempt.close()
+                    attempt.step = f"it is busy: {error}"
                     await asyncio.sleep(random.uniform(*_BUSY_RETRY))
-        return call.connection(established, scheduler or FairScheduler())
+        return attempt.connection(established, FairScheduler() if scheduler is None else scheduler)
     except TimeoutError:
-        raise ConnectError(f"{address} did not answer within {timeout:g} s ({call.step})") from None
+        raise ConnectError(f"{address} did not answer within {timeout:g} s ({attempt.step})") from None
     except PeerDownError as error:
-        raise ConnectError(f"{address} broke off the handshake ({call.step}): {error}", native=error.native) from None
+        raise ConnectError(
+            f"{address} broke off the handshake ({attempt.step}): {error}", native=error.native
+        ) from None
     except ProtocolError as error:
         raise HandshakeError(f"{address}: {error}", native=error.native) from None
     except HixlError as error:
@@ -76,12 +80,12 @@ async def dial(
             error.args = (f"{address}: {error}", *error.args[1:])
         raise
     except OSError as error:
-        raise ConnectError(f"{address}: {error.strerror} ({call.step})", native=error.errno) from None
+        raise ConnectError(f"{address}: {error.strerror} ({attempt.step})", native=error.errno) from None
     finally:
-        call.close()
+        attempt.close()
 
 
-class _Call:
+class _Attempt:
     """One attempt; owns its sockets until they are handed to a connection."""
 
     def __init__(self, address: Address, identity: Identity, secret: Secret, unix_dir: str | None) -> None:
@@ -89,19 +93,25 @@ class _Call:
         self._identity = identity
         self._secret = secret
         self._unix_dir = unix_dir
-        self._scope = Scope.current(unix_dir)
         self._owned: dict[Transport, TcpChannel | UnixChannel] = {}
-        #: What is being done, for messages.
+        #: The step under way, for messages.
         self.step = "connecting"
 
     async def run(self) -> Established:
+        """Perform the handshake.
+
+        :raises HixlError: if it fails.
+        :raises OSError: if the system refuses a descriptor.
+        """
+        self.step = "connecting"
+        scope = Scope.current(self._unix_dir)
         sock = await socket_io.connect_tcp(self._address)
         self._owned[Transport.TCP] = TcpChannel(sock)
         handshake = DiallerHandshake(
             self._identity,
             self._secret,
             LocalView(
-                self._scope,
+                scope,
                 LocalUser.current(),
                 start_time(),
                 socket_io.tcp_path(sock.getsockname(), sock.getpeername()),
@@ -118,17 +128,27 @@ class _Call:
                     break
                 transport = action.transport
                 self.step = f"saying hello over {transport.value}"
-                await socket_io.send(self._owned[transport], action.message)
+                await self._send(self._owned[transport], action.message)
             else:
                 self.step = f"waiting for an answer over {transport.value}"
                 actions = handshake.received(transport, await socket_io.receive(self._owned[transport]))
+
+    async def _send(self, channel: TcpChannel | UnixChannel, message: bytes) -> None:
+        try:
+            await socket_io.send(channel, message)
+        except PeerDownError:
+            # The listener may have refused us without reading; its reason came before the connection broke.
+            with contextlib.suppress(PeerDownError, ProtocolError):
+                if packet := channel.receive():
+                    raise_if_refusal(packet.data)
+            raise
 
     async def _open_unix(self, handshake: DiallerHandshake, action: OpenUnix) -> list[Action]:
         self.step = "connecting the Unix socket"
         try:
             sock = await socket_io.connect_unix(action.name, self._unix_dir)
         except OSError as error:
-            return handshake.unix_failed(error.strerror or str(error))
+            return handshake.unix_failed(error)
         self._owned[Transport.UNIX] = UnixChannel(sock)
         return handshake.unix_opened(peer_credentials(sock))
 
@@ -137,7 +157,7 @@ class _Call:
         return Connection.over(self._owned.pop(established.transport), established, scheduler, dialled=True)
 
     def close(self) -> None:
-        """Closes what was not handed over."""
+        """Close what was not handed over."""
         for channel in self._owned.values():
             channel.close()
         self._owned.clear()

@@ -1,4 +1,4 @@
-"""The handshake, and what its two state machines have in common: messages in, actions out; no sockets, loop or clock.
+"""The handshake, as a state machine for each side: messages in, actions out; no sockets, loop or clock.
 
 ::
 
@@ -29,7 +29,9 @@ H5  Messages are taken in their one canonical spelling only.
 
 from __future__ import annotations
 
+import errno
 import hmac
+import re
 import secrets
 from collections.abc import Mapping
 from enum import Enum
@@ -43,8 +45,9 @@ from ..errors import (
     InvalidArgumentError,
     ProtocolError,
 )
-from . import codec, fields
+from . import codec
 from .identity import Identity, Secret
+from .incoming import Incoming, printable
 from .process import Credentials, LocalUser
 from .rendezvous import RendezvousName, Scope
 
@@ -68,6 +71,10 @@ __all__ = [
 PROTOCOL_VERSION = 1
 _OLDEST_VERSION = 1
 _MAGIC = "hixl-async"
+_HEX32 = re.compile(r"[0-9a-f]{32}")
+_HEX64 = re.compile(r"[0-9a-f]{64}")
+_FINGERPRINT = re.compile(r"(?:[0-9a-f]{32})?")
+_TICKS = re.compile(r"[0-9]{0,20}")
 
 HOW_TO_SHARE_A_SECRET = (
     "give both sides the same secret=, for example secrets.token_bytes(32) in a file that only they can read"
@@ -75,14 +82,14 @@ HOW_TO_SHARE_A_SECRET = (
 
 
 class Transport(Enum):
-    """Which of the two sockets."""
+    """One of the two sockets of a handshake."""
 
     TCP = "tcp"
     UNIX = "unix"
 
 
 class LocalView(NamedTuple):
-    """What a side sees of itself and of the TCP connection."""
+    """The facts that a side knows of itself and of the TCP connection."""
 
     scope: Scope
     user: LocalUser
@@ -111,7 +118,7 @@ class Established(NamedTuple):
     transport: Transport
     #: The version of the protocol that both sides speak.
     version: int
-    #: Who is at the other end.
+    #: The identity of the other side.
     identity: Identity
     #: When that process started, as it says itself.
     started: str
@@ -133,7 +140,7 @@ class State(Enum):
 
 
 class Handshake:
-    """What both sides have in common."""
+    """The common part of both sides."""
 
     _role: ClassVar[str]
     _other: ClassVar[str]
@@ -171,9 +178,10 @@ class Handshake:
         }
         return codec.encode("hello", body, codec.HANDSHAKE_LIMIT)
 
-    def _take_hello(self, raw: bytes) -> dict[str, Any]:
-        """Checks what can be checked at once."""
-        body = fields.body_of(raw, "hello")
+    def _take_hello(self, raw: bytes) -> Incoming:
+        """Check what can be checked at once."""
+        message = Incoming.canonical(raw, "hello")
+        body = message.body
         if body.get("magic") != _MAGIC:
             raise ProtocolError("the other side is no hixl_async engine: its hello lacks the magic word")
         match body.get("versions"):
@@ -188,9 +196,9 @@ class Handshake:
                 f"the {self._other} {_versions(oldest, newest)}; install the same release of hixl_async on both sides"
             )
         # Only now: another version's hello may look different in all other respects.
-        fields.text(body, "nonce", fields.HEX64)
-        fields.text(body, "network", fields.FINGERPRINT)
-        fields.text(body, "directory", fields.FINGERPRINT)
+        message.text("nonce", _HEX64)
+        message.text("network", _FINGERPRINT)
+        message.text("directory", _FINGERPRINT)
         if not isinstance(body.get("secret"), bool):
             raise ProtocolError("the hello of the other side does not say whether it has a secret")
         if body["secret"] and not self._secret:
@@ -201,7 +209,7 @@ class Handshake:
             raise AuthenticationError(
                 f"the {self._role} has a secret and the {self._other} has none: {HOW_TO_SHARE_A_SECRET}"
             )
-        return body
+        return message
 
     def _prove(self, kind: str, transport: Transport, body: dict[str, Any]) -> bytes:
         body["identity"] = self._identity._asdict()
@@ -211,11 +219,11 @@ class Handshake:
         self._transcript.append(raw)
         return raw
 
-    def _take_proof(self, transport: Transport, raw: bytes, body: dict[str, Any]) -> Identity:
-        proof = fields.text(body, "proof", fields.HEX64)
-        fields.text(body, "started", fields.TICKS)
-        identity = fields.identity(body)
-        if not hmac.compare_digest(proof, self._proof(self._other, transport, body)):
+    def _take_proof(self, transport: Transport, raw: bytes, message: Incoming) -> Identity:
+        proof = message.text("proof", _HEX64)
+        message.text("started", _TICKS)
+        identity = Identity.parse(message.body.get("identity"))
+        if not hmac.compare_digest(proof, self._proof(self._other, transport, message.body)):
             raise AuthenticationError(
                 f"the {self._other} does not know the secret of the {self._role}: {HOW_TO_SHARE_A_SECRET}"
                 if self._secret
@@ -264,7 +272,7 @@ class DiallerHandshake(Handshake):
         self._connection_id = ""
 
     def start(self) -> list[Action]:
-        """The first message."""
+        """Return the first message."""
         self._expect(State.NEW)
         self._state = State.HELLO
         hello = self._own_hello()
@@ -272,7 +280,7 @@ class DiallerHandshake(Handshake):
         return [Send(Transport.TCP, hello)]
 
     def received(self, transport: Transport, raw: bytes) -> list[Action]:
-        """Takes one message.
+        """Take one message.
 
         :raises AuthenticationError: if one side does not, or cannot, trust the other.
         :raises ProtocolError: if `raw` is no valid message, comes out of turn, or there is no common version.
@@ -285,9 +293,9 @@ class DiallerHandshake(Handshake):
             if self._state is State.HELLO and transport is Transport.TCP:
                 return self._received_hello(raw)
             if self._state is State.PROVED and transport is self._transport:
-                body = fields.body_of(raw, "welcome")
-                identity = self._take_proof(transport, raw, body)
-                return [self._established(transport, identity, body)]
+                message = Incoming.canonical(raw, "welcome")
+                identity = self._take_proof(transport, raw, message)
+                return [self._established(transport, identity, message.body)]
             raise ProtocolError("a message came on the wrong transport")
         except HixlError as error:
             raise self._fail(error) from None
@@ -304,24 +312,25 @@ class DiallerHandshake(Handshake):
             )
         return self._send_proof(Transport.UNIX)
 
-    def unix_failed(self, reason: str) -> list[Action]:
-        """The Unix transport could not be connected.
+    def unix_failed(self, error: OSError) -> list[Action]:
+        """Go on without the Unix socket, which could not be connected.
 
-        :raises AuthenticationError: if there is no secret, so that nothing else is left.
+        :raises ConnectError: if there is no secret, so that nothing else is left; the listener may be restarting.
+        :raises AuthenticationError: the same, if the socket is another user's, who keeps us out.
         """
         self._expect(State.OPENING)
-        return self._without_unix(f"its Unix socket could not be reached: {reason}")
+        reason = f"its Unix socket could not be connected: {error.strerror or error}"
+        if not self._secret and error.errno not in (errno.EACCES, errno.EPERM):
+            raise self._fail(ConnectError(reason, native=error.errno))
+        return self._without_unix(reason)
 
     def _received_hello(self, raw: bytes) -> list[Action]:
-        body = self._take_hello(raw)
-        self._connection_id = fields.text(body, "connection", fields.HEX32)
-        name = fields.socket(body)
+        message = self._take_hello(raw)
+        self._connection_id = message.text("connection", _HEX32)
+        name = RendezvousName.parse(message.text("socket"))
         self._transcript.append(raw)
-        scope = self._view.scope
-        if name.kind == "abstract" and not same(scope.network, body["network"]):
-            return self._without_unix(apart(scope.network, body["network"]))
-        if name.kind == "directory" and not same(scope.directory, body["directory"]):
-            return self._without_unix("the two sides do not share one unix_dir=")
+        if reason := _why_apart(name, self._view.scope, message.body):
+            return self._without_unix(reason)
         self._state = State.OPENING
         return [OpenUnix(name)]
 
@@ -348,12 +357,11 @@ class ListenerHandshake(Handshake):
         super().__init__(identity, secret, view)
         self._name = name
         self._same_network = False
-        self._unix_possible = False
         #: Finds this handshake again when the dialler connects the Unix transport.
         self.connection_id = secrets.token_hex(16)
 
     def received(self, transport: Transport, raw: bytes, credentials: Credentials | None = None) -> list[Action]:
-        """Takes one message.
+        """Take one message.
 
         :param credentials: of the process that connected the Unix transport; None on the TCP transport.
         :raises AuthenticationError: if one side does not, or cannot, trust the other.
@@ -371,34 +379,30 @@ class ListenerHandshake(Handshake):
             raise self._fail(error) from None
 
     def _received_hello(self, raw: bytes) -> list[Action]:
-        body = self._take_hello(raw)
-        self._same_network = same(self._view.scope.network, body["network"])
-        if self._name.kind == "abstract" and not self._same_network:
-            self._fallback = apart(self._view.scope.network, body["network"])
-        elif self._name.kind == "directory" and not same(self._view.scope.directory, body["directory"]):
-            self._fallback = "the two sides do not share one unix_dir="
-        else:
-            self._fallback = "the dialler did not use it"
-            self._unix_possible = True
-        if not self._secret and not self._unix_possible:
+        hello = self._take_hello(raw).body
+        self._same_network = _same(self._view.scope.network, hello["network"])
+        apart = _why_apart(self._name, self._view.scope, hello)
+        self._fallback = apart or "the dialler did not use it"
+        if not self._secret and apart:
             raise self._tcp_error()
-        hello = self._own_hello(connection=self.connection_id, socket=f"{self._name.kind}:{self._name.token}")
-        self._transcript += (raw, hello)
+        answer = self._own_hello(connection=self.connection_id, socket=f"{self._name.kind}:{self._name.token}")
+        self._transcript += (raw, answer)
         self._state = State.HELLO
-        return [Send(Transport.TCP, hello)]
+        return [Send(Transport.TCP, answer)]
 
     def _received_proof(self, transport: Transport, raw: bytes, credentials: Credentials | None) -> list[Action]:
-        body = fields.body_of(raw, "prove")
-        if fields.text(body, "connection", fields.HEX32) != self.connection_id:
+        message = Incoming.canonical(raw, "prove")
+        body = message.body
+        if message.text("connection", _HEX32) != self.connection_id:
             raise ProtocolError("the proof is for another connection")
         if not isinstance(body.get("tcp_path"), str):
             raise ProtocolError("the proof does not name the TCP connection")
         if not self._secret:
             self._check_same_user(transport, credentials)
-        identity = self._take_proof(transport, raw, body)
+        identity = self._take_proof(transport, raw, message)
         if not self._secret and self._same_network and body["tcp_path"] != self._view.tcp_path:
             raise AuthenticationError(
-                f"something relays the TCP connection: the dialler sees {fields.printable(body['tcp_path'])}, "
+                f"something relays the TCP connection: the dialler sees {printable(body['tcp_path'])}, "
                 f"the listener {self._view.tcp_path}; {HOW_TO_SHARE_A_SECRET}"
             )
         if transport is Transport.UNIX:
@@ -421,11 +425,11 @@ _KINDS: dict[str, type[HixlError]] = {
 def refusal(error: HixlError) -> bytes:
     """The message that tells the dialler why it was refused."""
     code = error.code if error.code in _KINDS else ConnectError.code
-    return codec.encode("refuse", {"code": code, "text": fields.printable(str(error))}, codec.HANDSHAKE_LIMIT)
+    return codec.encode("refuse", {"code": code, "text": printable(str(error))}, codec.HANDSHAKE_LIMIT)
 
 
 def raise_if_refusal(raw: bytes) -> None:
-    """Raises, at the dialler, the error that the listener refused it with, if `raw` says so.
+    """Raise, at the dialler, the error with which the listener refused it, if `raw` says so.
 
     :raises ProtocolError: also if `raw` is no message at all.
     """
@@ -433,7 +437,7 @@ def raise_if_refusal(raw: bytes) -> None:
     if message.kind == "refuse":
         text = message.body.get("text")
         kind = _KINDS.get(str(message.body.get("code")), ConnectError)
-        raise kind(f"refused: {fields.printable(text) if isinstance(text, str) else 'no reason given'}")
+        raise kind(f"refused: {printable(text) if isinstance(text, str) else 'no reason given'}")
 
 
 def connection_of(raw: bytes) -> str:
@@ -441,20 +445,32 @@ def connection_of(raw: bytes) -> str:
 
     :raises ProtocolError: if it is no such message.
     """
-    return fields.text(fields.body_of(raw, "prove"), "connection", fields.HEX32)
+    return Incoming.canonical(raw, "prove").text("connection", _HEX32)
 
 
-def same(ours: str, theirs: str) -> bool:
-    """True if two fingerprints are known and equal."""
+def _same(ours: str, theirs: str) -> bool:
+    """Return True if two fingerprints are known and equal."""
     return bool(ours) and ours == theirs
 
 
-def apart(ours: str, theirs: str) -> str:
-    """Return why two sides with these fingerprints of their networks cannot use an abstract Unix socket."""
-    if not (ours and theirs):
-        side = "the other side" if ours else "this side"
-        return f"{side} cannot find out whether both are on one host, because it has no /proc, or one that hides namespaces"
-    return "the two sides are on different hosts, or in different network namespaces"
+def _why_apart(name: RendezvousName, scope: Scope, hello: Mapping[str, Any]) -> str:
+    """Return why the two sides cannot meet on a Unix socket, or "" if they can.
+
+    :param scope: our own.
+    :param hello: what the other side says of its own.
+    """
+    ours, theirs = (
+        (scope.network, hello["network"]) if name.kind == "abstract" else (scope.directory, hello["directory"])
+    )
+    if _same(ours, theirs):
+        return ""
+    if not ours and scope.missing:
+        return f"this side could not find out whether they share a host: {scope.missing}"
+    if not theirs and not hello["network"]:
+        return "the other side could not find out its network namespace (it needs /proc)"
+    if name.kind == "abstract":
+        return "the two sides are on different hosts, or in different network namespaces"
+    return "the two sides do not share one unix_dir="
 
 
 def _versions(oldest: int, newest: int) -> str:

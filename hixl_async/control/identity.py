@@ -1,4 +1,4 @@
-"""The identity of a side: what it says about itself, and the secret with which it proves that it belongs."""
+"""The identity that a side claims, and the secret with which it proves that it may connect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hmac
 import re
 from typing import NamedTuple
 
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, ProtocolError
 
 __all__ = ["Identity", "Secret"]
 
@@ -14,7 +14,7 @@ _HEX32 = re.compile(r"[0-9a-f]{32}")
 
 
 class Identity(NamedTuple):
-    """What a side says about itself; other sides that know the secret, or belong to the same user, can say anything."""
+    """The claims of a side about itself; a side that knows the secret, or belongs to the same user, can claim anything."""
 
     #: Name for people; not unique.
     name: str
@@ -27,8 +27,21 @@ class Identity(NamedTuple):
     #: Names of the drivers that it has opened.
     drivers: tuple[str, ...]
 
+    @classmethod
+    def parse(cls, value: object) -> Identity:
+        """Return the identity that the other side claims.
+
+        :raises ProtocolError: if it is missing or malformed.
+        """
+        if not isinstance(value, dict) or value.keys() != set(cls._fields) or not isinstance(value["drivers"], list):
+            raise ProtocolError("a message of the handshake lacks a valid 'identity'")
+        claimed = cls(**{**value, "drivers": tuple(value["drivers"])})
+        if problem := claimed.problem():
+            raise ProtocolError(f"the identity of the other side is not valid: {problem}")
+        return claimed
+
     def problem(self) -> str | None:
-        """Says what is wrong with the fields, or None."""
+        """Return what is wrong with the fields, or None."""
         for field, text, least, most in (
             ("name", self.name, 1, 128),
             ("domain", self.domain, 0, 128),
@@ -44,7 +57,7 @@ class Identity(NamedTuple):
 
 
 class Secret:
-    """The shared secret, or its absence, behind a face that never shows it."""
+    """The shared secret, or its absence; never shown."""
 
     __slots__ = ("_key",)
 
@@ -64,7 +77,7 @@ class Secret:
         return "<Secret>" if self else "<no Secret>"
 
     def tag(self, label: str, *parts: bytes) -> bytes:
-        """An HMAC-SHA256 over `label` and `parts`, each with its length."""
+        """Return an HMAC-SHA256 over `label` and `parts`, each with its length."""
         text = b"".join(len(part).to_bytes(4, "big") + part for part in (label.encode(), *parts))
         return hmac.digest(self._key or b"", b"hixl_async control\0" + text, "sha256")
 

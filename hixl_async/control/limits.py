@@ -1,4 +1,4 @@
-"""How many connections of one process, one user and one host a listener keeps at a time."""
+"""The number of connections that one process, one user and one host may have at a time."""
 
 from __future__ import annotations
 

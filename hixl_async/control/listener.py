@@ -69,7 +69,7 @@ class Reply:
         turns: FairScheduler,
     ) -> None:
         """
-        :param view: what we see whoever dials; the TCP connection is added here.
+        :param view: the same for all diallers; the TCP connection is added here.
         :param turns: shares the time of the loop between all handshakes.
         :raises PeerDownError: if the dialler is gone already.
         """
@@ -176,7 +176,7 @@ def _refuse_early(kind: type[TcpChannel | UnixChannel], sock: socket.socket, err
 
 
 class Listener:
-    """Waits for dialling engines, authenticates them, and hands over their connections."""
+    """The listening side: authenticates engines that dial, and hands over their connections."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class Listener:
         :param limits: counts the connections of each process, user and host; None: with its defaults.
         :raises InvalidArgumentError: if `address` is no address of this machine or, without a secret, one that other
             machines can reach, or `unix_dir` is not usable.
-        :raises AddressInUseError: if somebody listens there already.
+        :raises AddressInUseError: if the port is taken.
         :raises ConnectError: if the system forbids to listen there.
         """
         self = cls(
@@ -239,8 +239,8 @@ class Listener:
             view=LocalView(Scope.current(unix_dir), LocalUser.current(), start_time(), tcp_path=""),
             handshake_timeout=handshake_timeout,
             on_connection=on_connection,
-            scheduler=scheduler or FairScheduler(),
-            limits=limits or ConnectionLimits(),
+            scheduler=FairScheduler() if scheduler is None else scheduler,
+            limits=ConnectionLimits() if limits is None else limits,
         )
         if address is not None:
             try:
@@ -379,7 +379,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _listen(address: Address, targets: list[socket_io.Target]) -> socket.socket:
-    """Listens on the first of `targets` that this machine has."""
+    """Listen on the first of `targets` that this machine has."""
     problem: HixlError = ConnectError(f"cannot listen on {address}: nothing found")
     for target in targets:
         try:
@@ -388,7 +388,7 @@ def _listen(address: Address, targets: list[socket_io.Target]) -> socket.socket:
             problem = _listen_error(address, error)
             continue
         try:
-            # Linux lets nobody else listen there meanwhile; it only ignores connections of the past (socket(7)).
+            # Linux lets no other socket listen there meanwhile; it only ignores connections of the past (socket(7)).
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(target.address)
             sock.listen(_BACKLOG)
@@ -404,7 +404,12 @@ def _listen(address: Address, targets: list[socket_io.Target]) -> socket.socket:
 
 def _listen_error(address: Address, error: OSError) -> HixlError:
     if error.errno == errno.EADDRINUSE:
-        return AddressInUseError(f"somebody listens on {address} already; port 0 picks a free one", native=error.errno)
+        return AddressInUseError(
+            f"another process or engine listens on {address} already; port 0 picks a free one", native=error.errno
+        )
     if error.errno == errno.EADDRNOTAVAIL:
         return InvalidArgumentError(f"{address} is no address of this machine", native=error.errno)
-    return ConnectError(f"cannot listen on {address}: {error.strerror}", native=error.errno)
+    remedy = ""
+    if error.errno == errno.EACCES and 0 < address.port < 1024:
+        remedy = "; a port below 1024 needs CAP_NET_BIND_SERVICE: take a higher one, or 0 for any that is free"
+    return ConnectError(f"cannot listen on {address}: {error.strerror}{remedy}", native=error.errno)

@@ -1,17 +1,20 @@
-"""Who sits at the other end of a Unix socket: its credentials, and a descriptor that tells when it died."""
+"""The process at the other end of a Unix socket: its credentials, and a descriptor that tells when it died."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import select
 import socket
 import struct
 from typing import NamedTuple
 
-__all__ = ["Credentials", "LocalUser", "open_pidfd", "peer_credentials", "start_time"]
+__all__ = ["Credentials", "LocalUser", "open_pidfd", "peer_credentials", "start_time", "why_unknown"]
 
 _SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5; the socket module has no name for it
 _UCRED = struct.Struct("iII")
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class Credentials(NamedTuple):
@@ -32,51 +35,64 @@ class LocalUser(NamedTuple):
     uid: int
     #: The id that stands for every user without a name in our user namespace; usually 65534, "nobody".
     overflow_uid: int
-    #: True if every user has a name here, so that nobody is shown as `overflow_uid` for lack of one.
+    #: True if every user has a name here, so that no other user is shown as `overflow_uid`.
     all_mapped: bool
+    #: Why `all_mapped` is not known and taken to be False; "" if it is known.
+    missing: str = ""
 
     @classmethod
     def current(cls) -> LocalUser:
-        """Reads them from the kernel."""
+        """Read them from the kernel.
+
+        :raises OSError: if the system has no descriptor left.
+        """
+        missing = ""
         try:
             overflow_uid = int(_read("/proc/sys/kernel/overflowuid"))
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
             overflow_uid = 65534
+            missing = why_unknown(error)
         try:
             # user_namespaces(7): lines of "first inside, first outside, how many"; the initial one maps all ids but -1
             mapped = sum(int(line.split()[2]) for line in _read("/proc/self/uid_map").splitlines())
-        except (OSError, ValueError, IndexError):
+        except (OSError, ValueError, IndexError) as error:
             mapped = 0
-        return cls(os.geteuid(), overflow_uid, mapped >= 0xFFFFFFFF)
+            missing = why_unknown(error)
+        return cls(os.geteuid(), overflow_uid, mapped >= 0xFFFFFFFF, missing)
 
     def objection(self, other: Credentials) -> str | None:
-        """Why `other` is not proved to be the same user, or None if it is."""
+        """Return why `other` is not proved to be the same user, or None if it is."""
         if other.uid != self.uid:
             return f"it runs as user {other.uid}, this side as user {self.uid}"
+        if other.uid == self.overflow_uid and self.missing:
+            return f"user {other.uid} may stand for others, which this side could not find out: {self.missing}"
         if other.uid == self.overflow_uid and not self.all_mapped:
             return f"user {other.uid} stands for every user without a name in this user namespace"
         return None
 
 
 def peer_credentials(sock: socket.socket) -> Credentials:
-    """The process that connected `sock`, or that listened for it."""
+    """Return the process that connected `sock`, or that listened for it."""
     return Credentials(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 
 
 def start_time(pid: int | None = None) -> str:
-    """When a process started, in the kernel's ticks, or "" if that cannot be read; ours if `pid` is None.
+    """Return when a process started, in the kernel's ticks, or "" if that cannot be read; ours if `pid` is None.
 
     A process id and a start time together name one process for as long as the machine runs.
+
+    :raises OSError: if the system has no descriptor left.
     """
     try:
         stat = _read(f"/proc/{'self' if pid is None else pid}/stat")
-    except OSError:
+    except OSError as error:
+        why_unknown(error)
         return ""
     return stat[stat.rindex(")") + 2 :].split()[19]  # proc(5): field 22; the name before it may contain anything
 
 
 def open_pidfd(sock: socket.socket, credentials: Credentials, started: str) -> int | None:
-    """A descriptor that becomes readable when the process at the other end of `sock` has died.
+    """Return a descriptor that becomes readable when the process at the other end of `sock` has died.
 
     None if this kernel or namespace cannot give one that surely means that process.
 
@@ -94,10 +110,23 @@ def open_pidfd(sock: socket.socket, credentials: Credentials, started: str) -> i
         return None
     # The id may have passed to a new process before pidfd_open. If the process that has it now started when our peer
     # says that it did, and is still there afterwards, it is our peer.
-    if start_time(credentials.pid) == started and not _died(pidfd):
-        return pidfd
+    with contextlib.suppress(OSError):
+        if start_time(credentials.pid) == started and not _died(pidfd):
+            return pidfd
     os.close(pidfd)
     return None
+
+
+def why_unknown(error: Exception) -> str:
+    """Return the reason why something cannot be read from the kernel, for messages.
+
+    :raises OSError: if that is a lack of descriptors or memory, which says nothing about the system.
+    """
+    if isinstance(error, OSError):
+        if error.errno in _EXHAUSTED:
+            raise error
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _died(pidfd: int) -> bool:

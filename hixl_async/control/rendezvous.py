@@ -20,23 +20,36 @@ import time
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, ProtocolError
+from .process import why_unknown
 
 __all__ = ["Rendezvous", "RendezvousName", "Scope", "admit_descriptors", "connect"]
 
 _BACKLOG = 1024
 _SO_PASSRIGHTS = 83  # asm-generic/socket.h; the socket module has no name for it
+_TOKEN = re.compile(r"[0-9a-f]{32}")
 _FILE = re.compile(r"hixl-[0-9a-f]{32}\.(sock|new)")
 # Between bind and rename a file lives for microseconds; one this old was left by a process that died there.
 _ABANDONED_AFTER = 60.0
 
 
 class RendezvousName(NamedTuple):
-    """What the listening side says in its hello."""
+    """The name of the socket in the listener's hello."""
 
     kind: Literal["abstract", "directory"]
     #: 32 hexadecimal digits; the rest of the name is fixed, so that a hostile listener cannot send us elsewhere.
     token: str
+
+    @classmethod
+    def parse(cls, text: str) -> RendezvousName:
+        """Return the name that the listening side sent.
+
+        :raises ProtocolError: if it is none.
+        """
+        kind, _, token = text.partition(":")
+        if kind not in ("abstract", "directory") or not _TOKEN.fullmatch(token):
+            raise ProtocolError("a 'hello' message lacks a valid 'socket'")
+        return cls("abstract" if kind == "abstract" else "directory", token)
 
     @property
     def file(self) -> str:
@@ -52,14 +65,17 @@ class Scope(NamedTuple):
 
     #: Of the network namespace, which holds the abstract names; "" if unknown.
     network: str
-    #: Of the shared directory; "" if there is none.
+    #: Of the shared directory; "" if there is none, or it is unknown.
     directory: str
+    #: Why they are unknown; "" if they are not.
+    missing: str = ""
 
     @classmethod
     def current(cls, unix_dir: str | None) -> Scope:
-        """Our own scope.
+        """Return our own scope.
 
         :raises InvalidArgumentError: if `unix_dir` is no directory that we can reach.
+        :raises OSError: if the system has no descriptor left.
         """
         # Namespaces and inodes are only unique on one kernel, which the boot id names. It is random, so that an
         # outsider can do nothing with a digest but compare it.
@@ -67,12 +83,14 @@ class Scope(NamedTuple):
             with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
                 boot = file.read().strip()
             network = _fingerprint(boot, "network", os.stat("/proc/self/ns/net"))
-        except OSError:
-            boot = network = ""
+        except OSError as error:
+            boot, network, missing = "", "", why_unknown(error)
+        else:
+            missing = ""
         if unix_dir is None:
-            return cls(network, "")
+            return cls(network, "", missing)
         with _open_directory(unix_dir) as directory:
-            return cls(network, _fingerprint(boot, "directory", os.fstat(directory)) if boot else "")
+            return cls(network, _fingerprint(boot, "directory", os.fstat(directory)) if boot else "", missing)
 
 
 class Rendezvous:
@@ -81,7 +99,7 @@ class Rendezvous:
     __slots__ = ("_directory", "name", "sock")
 
     def __init__(self, unix_dir: str | None, *, other_users: bool) -> None:
-        """Listens under a random name.
+        """Listen under a random name.
 
         :param other_users: False if other users shall not be able to connect; abstract names cannot prevent them.
         :raises InvalidArgumentError: if `unix_dir` is no directory, or others could replace files in it.
@@ -119,14 +137,14 @@ class Rendezvous:
             raise
 
     def close(self) -> None:
-        """Stops listening and removes the file, if there is one; idempotent."""
+        """Stop listening and remove the file, if there is one; idempotent."""
         if self._directory is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self.name.file, dir_fd=self._directory)
         self.abandon()
 
     def abandon(self) -> None:
-        """Closes our descriptors only: in the child of a fork the socket belongs to the parent."""
+        """Close our descriptors only: in the child of a fork the socket belongs to the parent."""
         self.sock.close()
         if self._directory is not None:
             os.close(self._directory)
@@ -134,10 +152,10 @@ class Rendezvous:
 
 
 def connect(name: RendezvousName, unix_dir: str | None) -> socket.socket:
-    """Connects to a listening end.
+    """Connect to a listening end.
 
     :raises BlockingIOError: if its queue is full; try again a little later.
-    :raises OSError: if nobody listens under `name`.
+    :raises OSError: if no socket listens under `name`.
     :raises InvalidArgumentError: if `unix_dir` is no directory that we can reach.
     """
     sock = _socket()
@@ -155,7 +173,7 @@ def connect(name: RendezvousName, unix_dir: str | None) -> socket.socket:
 
 
 def admit_descriptors(sock: socket.socket, admit: bool) -> None:
-    """Whether others may send descriptors to `sock`, where the kernel can refuse them (Linux 6.16).
+    """Allow or forbid others to send descriptors to `sock`, where the kernel can refuse them (Linux 6.16).
 
     Merely to receive a stranger's descriptor, and to drop it, can block: see `channel.may_block_close`.
     """
@@ -176,6 +194,7 @@ def _open_directory(path: str) -> Iterator[int]:
     try:
         directory = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
+        why_unknown(error)
         raise InvalidArgumentError(f"unix_dir must be a directory, not {path!r}: {error.strerror}") from None
     try:
         yield directory
@@ -200,13 +219,13 @@ def _check_private(path: str, status: os.stat_result) -> None:
 
 
 def _remove_stale(directory: int) -> None:
-    """Removes the sockets of processes that were killed before they could do so."""
+    """Remove the sockets of processes that were killed before they could do so."""
     try:
         files = [file for file in os.listdir(f"/proc/self/fd/{directory}") if _FILE.fullmatch(file)]
     except OSError:
         return  # we may use the directory without being allowed to list it
     for file in files:
-        with contextlib.suppress(OSError):  # somebody else removed it, or it is another user's
+        with contextlib.suppress(OSError):  # another process removed it, or it is another user's
             if file.endswith(".new"):
                 if time.time() - os.stat(file, dir_fd=directory).st_mtime < _ABANDONED_AFTER:
                     continue

@@ -1,4 +1,4 @@
-"""The only file of the control protocol that waits for a socket during a handshake; the same on asyncio and uvloop."""
+"""Waits for sockets during a handshake; the same on asyncio and uvloop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Target(NamedTuple):
 
 
 async def resolve(address: Address) -> list[Target]:
-    """Looks up the host of `address`.
+    """Look up the host of `address`.
 
     :raises InvalidArgumentError: if it is no host.
     """
@@ -48,13 +48,13 @@ async def resolve(address: Address) -> list[Target]:
 
 
 async def connect_tcp(address: Address) -> socket.socket:
-    """Connects to the first target that answers.
+    """Connect to the first target that answers.
 
     :raises ConnectError: if none does.
     :raises InvalidArgumentError: if `address` has no host that is known, or no port.
     """
     if not address.port:
-        raise InvalidArgumentError(f"address {address} has port 0, which nobody can listen on")
+        raise InvalidArgumentError(f"address {address} has port 0, which no engine can listen on")
     reason = "nothing found"
     for target in await resolve(address):
         sock = socket.socket(target.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -76,9 +76,9 @@ async def connect_tcp(address: Address) -> socket.socket:
 
 
 async def connect_unix(name: RendezvousName, unix_dir: str | None) -> socket.socket:
-    """Connects to a rendezvous, as soon as there is room in its queue.
+    """Connect to a rendezvous, as soon as there is room in its queue.
 
-    :raises OSError: if nobody listens there.
+    :raises OSError: if no socket listens there.
     """
     while True:
         try:
@@ -88,8 +88,8 @@ async def connect_unix(name: RendezvousName, unix_dir: str | None) -> socket.soc
 
 
 def tcp_path(dialler: SocketAddress, listener: SocketAddress) -> str:
-    """The two ends of a TCP connection in words that both of them use."""
-    # A socket for both versions of IP shows version 4 in the dress of version 6.
+    """Return the two ends of a TCP connection in words that both of them use."""
+    # A socket for both versions of IP shows an address of version 4 as one of version 6.
     return " > ".join(f"{end[0].removeprefix('::ffff:')} {end[1]}" for end in (dialler, listener))
 
 
@@ -98,7 +98,7 @@ async def receive(channel: Channel) -> bytes: ...
 @overload
 async def receive(channel: Channel, *, unless: asyncio.Future[Any]) -> bytes | None: ...
 async def receive(channel: Channel, *, unless: asyncio.Future[Any] | None = None) -> bytes | None:
-    """The next message of a handshake, or None if `unless` is done first.
+    """Return the next message of a handshake, or None if `unless` is done first.
 
     :raises PeerDownError: if the other side is gone.
     :raises ProtocolError: if it sent no message, or descriptors, which have no place here.
@@ -114,7 +114,7 @@ async def receive(channel: Channel, *, unless: asyncio.Future[Any] | None = None
 
 
 async def send(channel: Channel, data: bytes) -> None:
-    """Sends a message of a handshake.
+    """Send a message of a handshake.
 
     :raises PeerDownError: if the other side is gone.
     """

@@ -1,19 +1,22 @@
-# The types of _batch.pyx; see _link.pyi.
+# The types of batch.pyx; see link.pyi.
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, final, overload
+from typing import Any, Literal, Protocol, TypeAlias, final, overload
 
 from typing_extensions import Buffer
 
 from .link import Link
-from .memory import LocalMemory, RemoteMemory, Slice
+from .memory import LocalMemory, LocalSlice, RemoteMemory, RemoteSlice
+
+class _SupportsDLPack(Protocol):  # numpy arrays are no Buffer for checkers before Python 3.12
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 _Verb: TypeAlias = Literal["read", "write"]
-_Local: TypeAlias = Slice | LocalMemory
-_Remote: TypeAlias = Slice | RemoteMemory
-_Rows: TypeAlias = Buffer | Sequence[Sequence[int]]  # N x 3: local offset, remote offset, length
-# N x 6: local offset, local stride, remote offset, remote stride, length, count
-_Runs: TypeAlias = Buffer | Sequence[Sequence[int]]
+_Local: TypeAlias = LocalSlice | LocalMemory
+_Remote: TypeAlias = RemoteSlice | RemoteMemory
+_Table: TypeAlias = Buffer | _SupportsDLPack | Sequence[Sequence[int]]
+_Rows: TypeAlias = _Table  # N x 3: local offset, remote offset, length
+_Runs: TypeAlias = _Table  # N x 6: local offset, local stride, remote offset, remote stride, length, count
 _Part: TypeAlias = tuple[_Local, _Remote] | tuple[_Local, _Remote, _Rows]
 
 @final
@@ -29,6 +32,6 @@ class Batch:
     def count(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-    @property
-    def link(self) -> Link: ...
     def __len__(self) -> int: ...
+
+def link_of(batch: Batch) -> Link: ...

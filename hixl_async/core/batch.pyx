@@ -81,15 +81,17 @@ cdef list _parts(object parts):
 
 @cython.final
 cdef class Batch:
-    """A prepared list of copies: one peer, one direction, N descriptors, one completion.  It may be submitted many times.
+    """A prepared list of copies: one peer, one direction, N descriptors, one completion; may be submitted many times.
 
-    ``Batch(verb, local, remote, rows)`` takes an N x 3 C-contiguous buffer of 64-bit integers (numpy, array, memoryview), a
-    CPU tensor or a sequence of triples: local offset, remote offset, length, in bytes, counted from the start of `local` and `remote`
-    (regions or ranges of them).  ``Batch(verb, parts)`` takes a sequence of ``(local, remote, rows)`` or ``(local_slice,
-    remote_slice)``.  `strided` takes copies that repeat at even distances.  Everything is validated here, once, and
-    neighbours that continue each other on both sides become one descriptor.
+    ``Batch(verb, local, remote, rows)`` makes one copy of each row.  ``Batch(verb, parts)`` takes a sequence of ``(local,
+    remote, rows)`` or ``(local_slice, remote_slice)``.  `strided` takes copies that repeat at even distances.  Everything is
+    validated here, once, and neighbours that continue each other on both sides become one descriptor.
 
     :param verb: ``"read"`` (remote to local) or ``"write"`` (local to remote).
+    :param local: a region of this engine or a range of one, from whose start offsets count; or the sequence of parts.
+    :param remote: a region of a peer or a range of one, likewise.
+    :param rows: an N x 3 C-contiguous buffer of 64-bit integers (numpy, array, memoryview), a CPU tensor or a sequence of
+        triples: local offset, remote offset, length, all in bytes.  Default: one copy of the whole of both.
     :raises InvalidArgumentError: if `verb`, a part or the shape of `rows` is malformed, or there is no descriptor.
     :raises RangeError: if a descriptor has length 0 or reaches outside; its number is in `index`.
     :raises AccessError: if the remote region does not grant `verb`.

@@ -1,4 +1,4 @@
-# The types of _device.pyx; see _link.pyi.
+# The types of device_copies.pyx; see link.pyi.
 
 from collections.abc import Callable
 from typing import Any, final
@@ -8,10 +8,10 @@ from .transfer import Transfer
 
 @final
 class DeviceCopies:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         core: InFlightTable,
         pin: Callable[[Any, int, int], Callable[[], object] | None],
         copy: Callable[[Any, int, int, bool], Any],
-    ) -> None: ...
+    ) -> DeviceCopies: ...
     def begin(self, transfer: Transfer) -> None: ...

@@ -413,9 +413,8 @@ cdef class InFlightTable(CoreBase):
         self._settle_all()
         leaked = self._all()
         for transfer in leaked:
-            exc = errors.TransferError(
-                f"the engine was closed while a driver still held the memory of {transfer!r}; it is leaked"
-            )
+            kind = errors.ClosedError if transfer.control else errors.TransferError
+            exc = kind(f"the engine was closed while a driver still held the memory of {transfer!r}; it is leaked")
             if transfer.outcome == ACTIVE:
                 transfer._resolve(FAILED, exc)
             for drain in transfer.drains or ():

@@ -1,10 +1,10 @@
-# The types of _link.pyx, written by hand; `make lint` compares each stub with its module by mypy's stubtest.
+# The types of link.pyx, written by hand; `make lint-stubs` compares each stub with its module by mypy's stubtest.
 #
 # Names that begin with an underscore exist for the type checker only.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, Never, final
 
 from typing_extensions import CapsuleType, disjoint_base
 
@@ -31,10 +31,6 @@ class CoreBase:
     def loop(self) -> asyncio.AbstractEventLoop: ...  # None before open
     @property
     def in_flight(self) -> int: ...
-    @property
-    def local_memories(self) -> int: ...
-    @property
-    def remote_memories(self) -> int: ...
 
 @disjoint_base
 class Driver:
@@ -59,8 +55,9 @@ class Driver:
     def after_fork(self) -> None: ...
     def close(self) -> None: ...
 
-@disjoint_base
+@final
 class Link:
+    def __init__(self, _: Never, /) -> None: ...  # Driver.link_new makes them
     @property
     def driver(self) -> Driver: ...
     @property
@@ -69,8 +66,6 @@ class Link:
     def peer(self) -> str: ...  # None where a driver's call concerns no peer
     @property
     def up(self) -> bool: ...
-    @property
-    def flights(self) -> int: ...
     def connect(self, data: bytes, fds: list[int]) -> Awaitable[int]: ...
     def watch(self) -> None: ...
     def explain_by(self, explain: Callable[[], tuple[str, bool] | None]) -> None: ...

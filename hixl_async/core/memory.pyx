@@ -408,7 +408,7 @@ cdef class LocalSlice:
 @cython.freelist(64)
 @cython.no_gc_clear
 cdef class RemoteSlice:
-    """A range of bytes of a peer's region; made by ``remote[a:b]``.  Its bytes are at the peer: read them into a local range."""
+    """A range of bytes of a peer's region; made by ``remote[a:b]``.  To see its bytes, read them into a local range."""
 
     def __getitem__(self, key):
         return _remote_slice(self.memory, self.start, self.nbytes, key)

@@ -1,22 +1,20 @@
-# The types of _transfer.pyx; see _link.pyi.
+# The types of transfer.pyx; see link.pyi.
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from contextvars import Context
-from typing import Any, NoReturn, final
+from typing import Any, Never, final
 
 from ..types import TransferState
-from .link import Link
 
+# A future by its protocol and not by inheritance; only as a subclass do checkers take it for asyncio.wait and the like.
 @final
-class Transfer(Awaitable[int]):
+class Transfer(asyncio.Future[int]):
     _asyncio_future_blocking: bool
     _cancel_message: Any
-    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...  # engine.read, write and submit make them
+    def __init__(self, _: Never, /) -> None: ...  # engine.read, write and submit make them
     @property
     def _loop(self) -> asyncio.AbstractEventLoop: ...
-    @property
-    def link(self) -> Link: ...
     @property
     def state(self) -> TransferState: ...
     @property
@@ -35,5 +33,6 @@ class Transfer(Awaitable[int]):
     def cancel(self, msg: Any = None) -> bool: ...
     def progress(self) -> int: ...
     async def at_least(self, nbytes: int) -> int: ...
-    def _wake(self, _: object = None) -> None: ...
     def drained(self) -> asyncio.Future[None]: ...
+
+def wake(waiter: Transfer) -> None: ...

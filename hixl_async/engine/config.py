@@ -139,7 +139,9 @@ def parse_address(address: str | Address) -> Address:
     """
     try:
         return address if isinstance(address, Address) else Address.parse(address)
-    except (ValueError, AttributeError, TypeError):
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from None
+    except (AttributeError, TypeError):
         raise InvalidArgumentError(
             f"address must look like 'host:port' with a port in 0..65535, not {address!r}"
         ) from None

@@ -12,8 +12,7 @@ from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from .. import drivers
-from .. import _core
+from .. import _core, drivers
 from .._core import Core
 from ..control import Identity, Listener
 from ..core import in_flight, torch_device
@@ -442,8 +441,8 @@ class Engine(Core):
         :raises InvalidArgumentError: if `service` is taken.
         """
         in_flight.must_be_open(self)
-        if not isinstance(service, str) or not service or not callable(handler):
-            raise InvalidArgumentError(f"serve takes a name and a function, not {service!r} and {handler!r}")
+        if not isinstance(service, str) or not service or not service.isprintable() or not callable(handler):
+            raise InvalidArgumentError(f"serve takes a printable name and a function, not {service!r} and {handler!r}")
         if service in self._services:
             raise InvalidArgumentError(f"service {service!r} is served already")
         self._services[service] = handler

@@ -17,10 +17,10 @@ import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 
+from ..control import Incoming, binary_text
 from ..core.link import CAP_SAME_HOST, MESSAGE_LIMIT, Driver, Link
 from ..errors import ConnectError, DriverError, HixlError, NoRouteError, PeerDownError, ProtocolError
 from ..types import PeerState
-from .messages import Incoming, binary_text
 from .session import Mark, Session
 
 __all__ = ["Links"]
@@ -118,7 +118,11 @@ class Links:
         if not drivers:
             raise NoRouteError(
                 f"no driver reaches {session.name!r}: it has {', '.join(session.identity.drivers) or 'none'}"
-                + ("" if session.connection.same_host else f", and there is no Unix socket to it: {session.connection.fallback}"),
+                + (
+                    ""
+                    if session.connection.same_host
+                    else f", and no Unix socket leads to it: {session.connection.fallback}"
+                ),
                 peer=session.name,
             )
         self._unjoined = {driver.name for driver in drivers}
@@ -202,7 +206,7 @@ class Links:
 
     def on_failed(self, message: Incoming) -> None:
         """Go on without a driver that the other side cannot link."""
-        name, text = message.text("driver"), message.text("text")
+        name, text = message.text("driver"), message.words("text", FAILURE_LIMIT)
         if name in self._failed:
             return
         if name not in self._links:

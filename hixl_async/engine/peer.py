@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
-from ..control import Connection, Identity
+from ..control import Connection, Identity, Incoming
 from ..core.link import Driver, Link
 from ..core.memory import link_of
 from ..errors import ClosedError, HixlError, InvalidArgumentError, PeerDownError, ProtocolError
@@ -29,7 +29,6 @@ from .arguments import positive_seconds
 from .closing import Closing
 from .host import Host
 from .links import FAILURE_LIMIT, Links
-from .messages import Incoming
 from .region import Region, RemoteRegion
 from .regions import Exports, Imports
 from .rpc import Rpc
@@ -448,7 +447,7 @@ class Peer:
 
     def _on_link_down(self, message: Incoming) -> None:
         """Handle the peer's word that a link broke at its side; its goodbye takes as long as its work."""
-        text = message.text("text")[:FAILURE_LIMIT]
+        text = message.words("text", FAILURE_LIMIT)
         error = PeerDownError(f"peer {self.name!r} lost its link to us: {text}", peer=self.name)
         self._begin_closing(error)
         self._end(self._part(error))

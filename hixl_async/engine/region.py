@@ -47,7 +47,7 @@ class Region(LocalMemory):
     """Memory of this process under a name, which peers may read or write as far as its access goes.
 
     Slice it to name a range of bytes: ``region[0:4096]``.  It offers the buffer protocol: ``memoryview(region)``,
-    ``numpy.frombuffer(region, "float32")``; views keep the memory mapped, also after `aclose`.
+    ``region.numpy("float32")``; views keep the memory mapped, also after `aclose`.
     """
 
     #: The name by which peers ask for it.

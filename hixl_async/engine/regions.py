@@ -21,6 +21,7 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..control import Incoming, binary_text
 from ..core import memory
 from ..core.link import Link
 from ..errors import (
@@ -36,7 +37,6 @@ from ..errors import (
 )
 from ..types import Access, PeerState
 from .links import Links
-from .messages import Incoming, binary_text
 from .region import MAX_NAME, Region, RemoteRegion
 from .rpc import Rpc
 from .session import Session

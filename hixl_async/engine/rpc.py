@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from .. import errors
+from ..control import Incoming
 from ..errors import (
     BusyError,
     HixlError,
@@ -27,7 +28,6 @@ from ..errors import (
     RequestTimeoutError,
     TransferError,
 )
-from .messages import Incoming
 from .session import Session
 
 __all__ = ["MAX_HANDLERS", "Rpc"]
@@ -38,6 +38,8 @@ logger = logging.getLogger("hixl_async")
 #: their turn.  Answers cannot wait for room as requests do, so all that may come together must fit into the connection's
 #: queue.
 MAX_HANDLERS = 256
+#: Bytes of a failure that one side tells the other.
+FAILURE_BYTES = 2000
 
 
 #: The kind of message that answers a request to a handler.
@@ -134,7 +136,7 @@ class Rpc:
         waiting = self._waiting.get(message.number("call"))
         if waiting is not None and not waiting.reply.done():
             kind = _error_class(message.text("error"), waiting)
-            waiting.reply.set_exception(kind(message.text("message"), peer=self._session.name))
+            waiting.reply.set_exception(kind(message.words("message", FAILURE_BYTES), peer=self._session.name))
 
     def lose(self, error: Callable[[], HixlError]) -> None:
         """Fail all that wait for an answer, and cancel all handlers, because the peer is down."""
@@ -174,8 +176,7 @@ class Rpc:
 
     def _serve_later(self, call: int | None, service: str, answer: Awaitable[dict[str, Any] | None]) -> None:
         if len(self._handlers) >= MAX_HANDLERS:
-            if inspect.iscoroutine(answer):
-                answer.close()
+            _discard(answer)
             error = BusyError(f"{MAX_HANDLERS} requests of this peer are being handled already")
             logger.warning("peer %r: a request to %r is dropped: %s", self._session.name, service, error)
             self.fail(call, error)
@@ -183,6 +184,8 @@ class Rpc:
         task = self._session.spawn(self._finish(call, service, answer))
         self._handlers.add(task)
         task.add_done_callback(self._handlers.discard)
+        # The task may be cancelled before it begins.
+        task.add_done_callback(lambda _: _discard(answer))
 
     async def _finish(self, call: int | None, service: str, answer: Awaitable[dict[str, Any] | None]) -> None:
         try:
@@ -210,7 +213,7 @@ class Rpc:
     def fail(self, call: int | None, error: HixlError) -> None:
         """Tell the peer why its request has no answer."""
         if call is not None:
-            text = str(error).encode(errors="replace")[:2000].decode(errors="ignore")
+            text = str(error).encode(errors="replace")[:FAILURE_BYTES].decode(errors="ignore")
             self._session.tell("failure", {"call": call, "error": type(error).__name__, "message": text})
 
     def _broken_handler(self, call: int | None, service: str, error: Exception) -> None:
@@ -238,8 +241,16 @@ def _lost(error: HixlError, waiting: _Waiting) -> HixlError:
     return lost
 
 
+def _discard(answer: Awaitable[Any]) -> None:
+    """End what a handler has begun, if it has not ended."""
+    if inspect.iscoroutine(answer):
+        answer.close()
+    elif isinstance(answer, asyncio.Future):
+        answer.cancel()
+
+
 def _check(service: object, body: object) -> None:
-    if not isinstance(service, str) or not service:
-        raise InvalidArgumentError(f"service must be a string that is not empty, not {service!r}")
+    if not isinstance(service, str) or not service or not service.isprintable():
+        raise InvalidArgumentError(f"service must be a printable string that is not empty, not {service!r}")
     if not isinstance(body, dict):
         raise InvalidArgumentError(f"body must be a dict that JSON can carry, not {type(body).__name__}")

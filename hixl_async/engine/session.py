@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..control import close_descriptors
 from ..errors import ClosedError, HixlError, PeerDownError
 from ..types import PeerState
-from .messages import close_all
 from .waiters import Waiters
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Session:
         except ClosedError as error:
             raise PeerDownError(f"peer {self.name!r} is gone: {error}", peer=self.name) from None
         finally:
-            close_all(fds)
+            close_descriptors(fds)
 
     def tell(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Queue a message that matters only to a peer that is still there; drop it otherwise."""
@@ -151,4 +151,4 @@ class Session:
             with contextlib.suppress(PeerDownError):
                 self.send(kind, body, fds)
         else:
-            close_all(fds)
+            close_descriptors(fds)

@@ -2,22 +2,22 @@
  *
  * A driver moves bytes between this process and its peers.  It is a table of C functions (hxa_driver) in a PyCapsule
  * named HXA_DRIVER_CAPSULE, found by the entry-point group "hixl_async.drivers" (hxa_module.h makes the module).  The table
- * grows only at its end: `size` tells how much of it a driver fills, and a NULL optional member means "cannot".
+ * grows only at its end: `size` says how much of it a driver fills, and an optional member that is NULL is not supported.
  *
  * Threading rules
  *   T1  Every function of the table is called without the Python error indicator set, and a driver never calls Python.
  *   T2  The core calls everything of one instance but `after_fork` and `error_text` from one thread, the thread of the event
- *       loop.  Nothing may block longer than an inline copy of limits.inline_bytes; what takes longer answers HXA_PENDING and
+ *       loop.  Nothing may block longer than an inline copy of limits.inline_bytes; anything longer returns HXA_PENDING and
  *       finishes on a thread of the driver.  `close` alone may wait, for threads.
  *   T3  `sink->post` and `sink->event` may be called from any thread, also inside a call of the table; they never block and
- *       never call back into the driver.  Threads of a driver must not hold a lock over them that a call of T2 takes and
+ *       never call back into the driver.  Threads of a driver must not hold a lock around them that a call of T2
  *       waits for.
- *   T4  An accepted op (HXA_PENDING) gets exactly one HXA_COMPLETED and then, or with it, exactly one HXA_RELEASED.  DONE and
- *       rejected ops get neither.  COMPLETED says that the outcome in the op's fields is final; RELEASED says that nothing
+ *   T4  An accepted op (HXA_PENDING) gets exactly one HXA_COMPLETED and then, or with it, exactly one HXA_RELEASED.  Ops that
+ *       are done or refused get neither.  COMPLETED says that the outcome in the op's fields is final; RELEASED says that nothing
  *       reads or writes the local memory of the op any more, and is the last time that the driver touches op or batch.
  *   T5  Order: the data of a batch is visible at the target before its signal, and the signal before its notification.  Two
  *       batches have no order.  Notifications of one link arrive in the order in which their batches finished.
- *   T6  Whatever is read from memory that a peer can write is snapshot once, checked against limits, and copied before use.
+ *   T6  Values in memory that a peer can write are read once into a copy, and the copy is checked against limits before use.
  */
 #ifndef HXA_DRIVER_H
 #define HXA_DRIVER_H
@@ -32,9 +32,9 @@ extern "C" {
 #define HXA_DRIVER_ABI 1
 #define HXA_DRIVER_CAPSULE "hixl_async.driver.v1"
 
-/* ---- answers --------------------------------------------------------------------------------------------------------- */
+/* ---- results --------------------------------------------------------------------------------------------------------- */
 
-enum {                       /* answers of calls that take an op; errors are negative hxa_status values */
+enum {                       /* results of calls that take an op; errors are negative hxa_status values */
     HXA_DONE = 0,            /* finished inside the call; the op gets no event */
     HXA_PENDING = 1          /* accepted; T4 applies */
 };
@@ -50,7 +50,7 @@ enum {                       /* hxa_op.status, and negated the refusal of a call
     HXA_E_LINK = 7,          /* the link is down, or the peer is gone */
     HXA_E_CANCELLED = 8,     /* stopped by `cancel` before all bytes moved */
     HXA_E_TIMEOUT = 9,       /* the transport gave up waiting */
-    HXA_E_PROTOCOL = 10,     /* the peer's half of a card or ring makes no sense */
+    HXA_E_PROTOCOL = 10,     /* the peer's half of a card or ring is malformed */
     HXA_E_SYSTEM = 11        /* errno in `native` */
 };
 
@@ -64,8 +64,8 @@ enum { HXA_COMPLETED = 1u, HXA_RELEASED = 2u };          /* events of sink->post
 enum { HXA_SCOPE_OP = 0, HXA_SCOPE_LINK = 1 };           /* how far a failure reaches */
 
 enum { HXA_READ = 0, HXA_WRITE = 1 };                    /* verbs, from the caller's side */
-enum { HXA_RIGHT_READ = 1u, HXA_RIGHT_WRITE = 2u };      /* what a peer may do */
-enum { HXA_KIND_HOST = 0, HXA_KIND_DEVICE = 1 };         /* where memory lies */
+enum { HXA_RIGHT_READ = 1u, HXA_RIGHT_WRITE = 2u };      /* access that a peer may have */
+enum { HXA_KIND_HOST = 0, HXA_KIND_DEVICE = 1 };         /* location of memory */
 enum { HXA_PRIORITY_LOW = -1, HXA_PRIORITY_NORMAL = 0, HXA_PRIORITY_HIGH = 1 };
 
 enum {                                                   /* hxa_driver.caps */
@@ -89,14 +89,14 @@ typedef struct hxa_link hxa_link;             /* one connected peer */
 typedef struct hxa_mem hxa_mem;               /* memory of ours, or of a peer after mem_import */
 
 typedef struct hxa_op {       /* one accepted piece of work; lies inside the core's slot, address fixed until released */
-    struct hxa_op *next;      /* the mailbox's link */
+    struct hxa_op *next;      /* the mailbox's list */
     uint32_t events;          /* the mailbox's: events posted and not yet drained */
     int32_t status;           /* hxa_status; final from COMPLETED on */
     int32_t native;           /* the transport's own code, for people */
     uint32_t scope;           /* HXA_SCOPE_* of a failure */
     int64_t failed;           /* index of the descriptor that failed, -1 where unknown */
     uint64_t bytes;           /* bytes that moved */
-    void *owner;              /* the core's back pointer; not the driver's business */
+    void *owner;              /* the core's; drivers do not touch it */
     void *scratch[6];         /* the driver's, from acceptance to release */
 } hxa_op;
 
@@ -108,7 +108,7 @@ typedef struct hxa_desc {     /* one contiguous copy; the core has checked bound
     uint64_t len;             /* bytes, never 0 */
 } hxa_desc;
 
-typedef struct hxa_batch {    /* one unit of completion; the caller keeps it, and all it points to, until RELEASED */
+typedef struct hxa_batch {    /* one unit of completion; the caller keeps it, and all that it points to, until RELEASED */
     uint32_t verb;            /* HXA_READ, HXA_WRITE */
     int32_t priority;         /* HXA_PRIORITY_* */
     size_t n;                 /* descriptors; 0: a bare signal or notification */
@@ -125,7 +125,7 @@ typedef struct hxa_batch {    /* one unit of completion; the caller keeps it, an
 
 enum { HXA_CARD_BYTES = 1024, HXA_CARD_FDS = 4, HXA_MESSAGE_BYTES = 40960 };
 
-typedef struct hxa_card {     /* what one side must learn of the other, carried by the control connection */
+typedef struct hxa_card {     /* metadata that one side needs of the other, carried by the control connection */
     uint32_t len;
     uint32_t nfds;
     int fds[HXA_CARD_FDS];    /* of a filled card: the receiver owns and closes them */
@@ -155,8 +155,8 @@ enum hxa_event_kind {
     HXA_EVENT_LOG = 4,        /* data is a line for the log; a warning if status is not 0 */
     HXA_EVENT_MESSAGE = 5     /* data, at most HXA_MESSAGE_BYTES, is for the driver at the other end of the link: the core carries
                                * it over the control connection, in order, to `message` there.  A peer that does not read is
-                               * given up when a thousand messages or 512 KiB wait for it, so less than that may be on its way.
-                               * After link_stop has finished a driver only answers. */
+                               * dropped when a thousand messages or 512 KiB wait for it, so keep less than that under way.
+                               * After link_stop has finished a driver only replies. */
 };
 
 typedef struct hxa_event {    /* the sink copies topic and data before it returns */
@@ -183,8 +183,8 @@ typedef struct hxa_driver {
     const char *name;
     uint64_t caps;
 
-    /* Life.  open: options are strings that the driver documents; on failure a sentence for people goes to error, and
-     * HXA_E_UNSUPPORTED means that something it needs is not installed. */
+    /* Life.  open: options are strings that the driver documents; on failure a sentence for people is written to error,
+     * and HXA_E_UNSUPPORTED means that something it needs is not installed. */
     int (*open)(const hxa_option *options, size_t n, const hxa_sink *sink, hxa_instance **self, char *error, size_t error_len);
     void (*close)(hxa_instance *self);                 /* no links, memories or ops are left; joins threads, frees self */
     void (*after_fork)(hxa_instance *self);            /* in the child: close descriptors, touch nothing of the parent's */
@@ -192,10 +192,10 @@ typedef struct hxa_driver {
     void (*stats)(hxa_instance *self, hxa_stats *out);
     const char *(*error_text)(int32_t status, int32_t native);     /* static or thread-local text */
 
-    /* Memory.  rights is what any peer may ever be given.  import needs a link that is up, owns the card's descriptors from
-     * the call on, and once it answered PENDING *mem wants mem_release whatever becomes of the op.  A refusal of import or
-     * connect may leave its reason in op->native.  alloc is the exception to T2: it answers with an address, so that it takes as
-     * long as the transport's own memory does. */
+    /* Memory.  rights is the most access that any peer may be given.  import needs a link that is up and owns the card's
+     * descriptors from the call on; once it has returned PENDING *mem needs mem_release, whatever becomes of the op.  A refusal of import or
+     * connect may leave its reason in op->native.  alloc is the exception to T2: it returns an address, so it takes as
+     * long as the transport's own allocation does. */
     int (*mem_alloc)(hxa_instance *self, uint64_t size, uint32_t rights, hxa_mem **mem, void **address);
     int (*mem_register)(hxa_instance *self, void *address, uint64_t size, uint32_t kind, uint32_t rights, hxa_mem **mem);
     int (*mem_export)(hxa_mem *mem, uint32_t rights, hxa_card *card);
@@ -203,10 +203,11 @@ typedef struct hxa_driver {
     void (*mem_release)(hxa_mem *mem);                 /* ours or imported; no op uses it any more */
 
     /* Links.  new makes our half and its card; connect joins it with the peer's card; fd (or -1) is readable when poll has
-     * work, and the core also polls once after connect.  stop ends our side: accepted ops of the link complete with HXA_E_LINK and are released when no thread of ours
-     * touches their memory any more, then op finishes; new submits are refused.  dead, if not 0, is the caller's word that the
-     * peer's process is gone, so nothing waits for it.  fence is done when the peer can no longer touch memory of ours through
-     * this link (it may never come; stop with dead=1 ends it too).  free comes after stop finished. */
+     * work, and the core also polls once after connect.  stop ends our side: accepted ops of the link complete with HXA_E_LINK and
+     * are released when no thread of ours touches their memory any more, then op finishes; new submits are refused.  dead, if
+     * not 0, says that the peer's process is known to be gone, so nothing waits for it.  fence is done when the peer can no
+     * longer touch memory of ours through this link (it may never come; stop with dead=1 ends it too).  free comes after stop
+     * finished. */
     int (*link_new)(hxa_instance *self, uint64_t cookie, hxa_link **link, hxa_card *card);
     int (*link_connect)(hxa_link *link, const hxa_card *card, hxa_op *op);
     int (*link_fd)(hxa_link *link);
@@ -215,7 +216,7 @@ typedef struct hxa_driver {
     void (*link_free)(hxa_link *link);
 
     /* Work.  submit: DONE, PENDING or a refusal that left everything untouched.  cancel: 1 it will complete early, 0 too late
-     * or impossible.  progress: bytes landed so far.  poll: at most `budget` events; answers 1 while more is waiting. */
+     * or impossible.  progress: bytes landed so far.  poll: at most `budget` events; returns 1 while more is waiting. */
     int (*submit)(hxa_link *link, const hxa_batch *batch, hxa_op *op);
     int (*cancel)(hxa_link *link, hxa_op *op);
     uint64_t (*progress)(hxa_link *link, const hxa_op *op);
@@ -224,12 +225,12 @@ typedef struct hxa_driver {
     /* Of transports whose own calls block; each may be NULL.
      * start: op finishes when links can be made; memory may be allocated and registered before.  shutdown: once no links are
      * left and start is over, even if it failed, ends what would make `close` wait.  mem_ready: op finishes when peers may be
-     * told of memory of ours, or with the reason why they never may; before that mem_export answers BUSY.  mem_retire, in
-     * place of mem_release for memory of ours: nothing uses it from the call on, and op finishes when the transport has let
-     * go of it; the caller keeps its pages until then.  It is asked once, after a mem_ready that was asked has finished; after
-     * shutdown mem_release takes its place.  message: what the driver at the other end said by HXA_EVENT_MESSAGE, in order,
-     * from our link_connect to link_free; a refusal loses the peer.  abandon: nobody waits for op any more, and cancel could
-     * not stop it; it is to be released in bounded time, even if other ops of the link fail for it. */
+     * told of memory of ours, or with the reason why they never may; before that mem_export returns BUSY.  mem_retire, in
+     * place of mem_release for memory of ours: nothing uses it from the call on, and op finishes when the transport has released
+     * it; the caller keeps its pages until then.  It is asked once, after a mem_ready that was asked has finished; after
+     * shutdown mem_release takes its place.  message: takes what the driver at the other end sent by HXA_EVENT_MESSAGE, in order,
+     * from our link_connect to link_free; a refusal loses the peer.  abandon: the outcome of op no longer matters, and cancel could
+     * not stop it; it is to be released in bounded time, even if other ops of the link fail because of it. */
     int (*start)(hxa_instance *self, hxa_op *op);
     int (*shutdown)(hxa_instance *self, hxa_op *op);
     int (*mem_ready)(hxa_mem *mem, hxa_op *op);
@@ -240,7 +241,7 @@ typedef struct hxa_driver {
     /* At most so many bytes per second from now on, 0: any; may be NULL. */
     int (*link_pace)(hxa_link *link, uint64_t bytes_per_second);
 
-    /* What people want to know of this instance and what it runs on, lines of "name: text", valid until the next call; also
+    /* Facts about this instance and the transport below it, for people: lines of "name: text", valid until the next call; also
      * before start; may be NULL. */
     const char *(*about)(hxa_instance *self);
 

@@ -1,7 +1,7 @@
-/* The way back: many threads post ops and events, one thread (the loop's) takes them.
+/* The mailbox: many threads post ops and events, one thread (the loop's) takes them.
  *
- * Two intrusive lists with one eventfd.  Nothing here can overflow: an op carries its own link, an event is one malloc.
- * The eventfd is written only when the consumer has armed the box, so a burst costs one wake-up; the consumer arms, then
+ * Two intrusive lists with one eventfd.  Nothing here can overflow: an op carries its own list pointer, an event is one malloc.
+ * The eventfd is written only when the consumer has armed the mailbox, so a burst costs one wake-up; the consumer arms, then
  * looks again (Dekker's pattern: both sides store, fence, then load), so that no post is missed.
  */
 #ifndef HXA_MAILBOX_H
@@ -15,7 +15,7 @@
 
 #include "hxa_driver.h"
 
-typedef struct hxa_event_node {        /* an event on its way to the loop */
+typedef struct hxa_event_node {    /* an event on its way to the loop */
     struct hxa_event_node *next;
     hxa_event event;               /* topic and data point into text */
     uint8_t text[];
@@ -23,7 +23,7 @@ typedef struct hxa_event_node {        /* an event on its way to the loop */
 
 typedef struct hxa_mailbox {
     hxa_op *ops;                   /* newest first */
-    hxa_event_node *event_nodes;           /* newest first */
+    hxa_event_node *event_nodes;   /* newest first */
     int fd;                        /* eventfd, nonblocking: the loop's reader */
     uint32_t armed;                /* the consumer sleeps and wants a signal */
     uint64_t signals;              /* eventfd writes so far */
@@ -78,7 +78,7 @@ static inline void hxa_mailbox_event(void *ctx, const hxa_event *event) {
     hxa_mailbox_signal(box);
 }
 
-/* Consumer: everything posted so far, oldest first. */
+/* Consumer: return everything posted so far, oldest first. */
 static inline hxa_op *hxa_mailbox_take_ops(hxa_mailbox *box) {
     hxa_op *op = __atomic_exchange_n(&box->ops, NULL, __ATOMIC_ACQUIRE), *first = NULL;
     while (op != NULL) {
@@ -101,31 +101,31 @@ static inline hxa_event_node *hxa_mailbox_take_event_nodes(hxa_mailbox *box) {
     return first;
 }
 
-/* Consumer: the events of a taken op.  Read op->next before: a later event may queue the op again at once. */
+/* Consumer: return the events of a taken op.  Read op->next before, because a later event may queue the op again at once. */
 static inline uint32_t hxa_mailbox_events(hxa_op *op) { return __atomic_exchange_n(&op->events, 0, __ATOMIC_ACQ_REL); }
 
-/* Consumer: somebody looks soon without being woken. */
+/* Consumer: it will take soon without a signal. */
 static inline void hxa_mailbox_awake(hxa_mailbox *box) { __atomic_store_n(&box->armed, 0, __ATOMIC_RELAXED); }
 
-/* Consumer: does a post still cost a signal?  No: either nobody sleeps, or the signal is on its way. */
+/* Consumer: return 1 if the next post writes a signal; 0 means that it is awake, or that a signal is on its way. */
 static inline int hxa_mailbox_asleep(const hxa_mailbox *box) { return (int)__atomic_load_n(&box->armed, __ATOMIC_RELAXED); }
 
-/* Anybody: how often the eventfd was written. */
+/* Any thread: return the number of times that the eventfd was written. */
 static inline uint64_t hxa_mailbox_signals(const hxa_mailbox *box) { return __atomic_load_n(&box->signals, __ATOMIC_RELAXED); }
 
-/* Consumer: the descriptor was readable.  A drain for another reason leaves a signal where it is, and the loop comes here. */
+/* Consumer: reset the descriptor, which was readable.  A drain for another reason leaves a signal where it is. */
 static inline void hxa_mailbox_clear(hxa_mailbox *box) {
     uint64_t count;
     ssize_t got = read(box->fd, &count, sizeof count);
     (void)got;
 }
 
-/* Consumer: about to sleep.  Answers 1 if something came meanwhile; then it is still awake and must take again. */
+/* Consumer: prepare to sleep.  Returns 1 if something was posted meanwhile; then it is still awake and must take again. */
 static inline int hxa_mailbox_arm(hxa_mailbox *box) {
     __atomic_store_n(&box->armed, 1, __ATOMIC_RELAXED);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (__atomic_load_n(&box->ops, __ATOMIC_RELAXED) == NULL && __atomic_load_n(&box->event_nodes, __ATOMIC_RELAXED) == NULL) return 0;
-    /* If a producer took the arm first, its signal is on the way and finds a consumer that has drained: harmless. */
+    /* A producer that disarmed it first has sent a signal, which will find a consumer that has drained: harmless. */
     __atomic_store_n(&box->armed, 0, __ATOMIC_RELAXED);
     return 1;
 }

@@ -376,7 +376,7 @@ async def messages_to_choke_on(self: Intruder) -> None:
     for value in (
         "{" + ",".join(f'"{i}":{i}' for i in range(4000)) + "}",
         '"' + "\\u0041" * 9000 + '"',
-        "[" + ",".join(["1e5"] * 10_000) + "]",
+        "[" + ",".join(["1e5"] * 8_000) + "]",
         "[" + ",".join(["[]"] * 15_000) + "]",
     ):
         for _ in range(20):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +85,11 @@ def perform(
             if isinstance(action, Established):
                 return action
             if isinstance(action, OpenUnix):
-                more = one.unix_failed(unix) if isinstance(unix, str) else one.unix_opened(unix)
+                more = (
+                    one.unix_failed(OSError(errno.ECONNREFUSED, unix))
+                    if isinstance(unix, str)
+                    else one.unix_opened(unix)
+                )
                 return act(more, out)
             assert isinstance(action, Send)
             out += [(action.transport, raw) for raw in tamper(len(outcome.messages), action.message)]

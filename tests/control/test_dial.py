@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ from hixl_async.control import (
 )
 from hixl_async.control import dialler as dialler_module
 from hixl_async.control import listener as listener_module
+from hixl_async.engine.config import parse_address
 from hixl_async.errors import (
     AddressInUseError,
     AuthenticationError,
@@ -33,6 +36,7 @@ from hixl_async.errors import (
     HandshakeError,
     HixlError,
     InvalidArgumentError,
+    PeerDownError,
     ProtocolError,
 )
 from hixl_async.types import Address
@@ -188,7 +192,7 @@ class TestSucceeds:
         assert (await host.pair())[0].same_host
         assert attempts == 3
         attempts = -1_000_000
-        with pytest.raises(ConnectError, match=r"did not answer within 0.4 s \(it is busy\)"):
+        with pytest.raises(ConnectError, match=r"did not answer within 0.4 s \(it is busy: refused: .*\)"):
             await host.dial(timeout=0.4)
 
     async def test_the_identity_is_asked_for_each_time(self, listen: HostFactory) -> None:
@@ -292,14 +296,26 @@ class TestNobodyAnswers:
         ("answer", "words"),
         [
             (b"", "broke off the handshake"),
-            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "over the limit"),
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it is no hixl_async engine; it began with b'HTTP/1.1 400"),
+            (b"220 mail ESMTP\r\n", "no hixl_async engine; it began with b'220 mail"),
+            (codec.frame(b"{}") + b"\xff" * 8, "not a valid message"),
             (b"\0\0", "broke off the handshake"),
             (b"\0\0\0\x02hi", "not a valid message"),
             (codec.frame(codec.encode("goodbye", {})), "expected a 'hello'"),
             (codec.frame(codec.encode("hello", {"magic": "other"})), "magic"),
             (codec.frame(codec.encode("hello", {"magic": "hixl-async", "versions": [3, 4]})), "versions 3 to 4"),
         ],
-        ids=["nothing", "http", "half a frame", "garbage", "another message", "another protocol", "another version"],
+        ids=[
+            "nothing",
+            "http",
+            "smtp",
+            "an object",
+            "half a frame",
+            "garbage",
+            "another message",
+            "another protocol",
+            "another version",
+        ],
     )
     async def test_somebody_else_answers(self, answer: bytes, words: str) -> None:
         kind = ConnectError if words == "broke off the handshake" else HandshakeError
@@ -315,6 +331,89 @@ class TestNobodyAnswers:
             with pytest.raises(kind, match=words) as caught:
                 await dial(Address(*server.sockets[0].getsockname()), identity())
         assert type(caught.value) is kind
+
+    async def test_a_unix_socket_that_is_gone(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A peer that restarts: worth another attempt, and no matter of proofs."""
+
+        def connect(*args: object) -> socket.socket:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+        monkeypatch.setattr(socket_io, "connect_rendezvous", connect)
+        host = await listen()
+        with pytest.raises(ConnectError, match="Unix socket could not be connected: Connection refused") as caught:
+            await host.dial()
+        assert type(caught.value) is ConnectError
+        assert caught.value.retryable
+
+    @pytest.mark.parametrize("at", range(4))
+    async def test_no_descriptor_left(self, listen: HostFactory, at: int) -> None:
+        """Wherever the dialler runs out of them."""
+        host = await listen()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        dialling = asyncio.ensure_future(host.dial())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + at, hard))
+        try:
+            await asyncio.wait([dialling], timeout=0.2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        [result] = await asyncio.gather(dialling, return_exceptions=True)
+        if isinstance(result, Connection):
+            assert at
+            await result.aclose()
+        else:
+            assert type(result) is ConnectError, result
+            assert result.retryable
+        while not host.connections.empty():
+            await host.connections.get_nowait().aclose()
+
+    async def test_a_listener_without_descriptors_says_so(
+        self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        host = await listen()
+        [limiter, _] = host.listener._accepting
+        real = limiter._sock
+
+        class Exhausted:
+            """Accepts only in the reserve."""
+
+            def accept(self) -> object:
+                if limiter._spare is not None:
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return real.accept()
+
+            def fileno(self) -> int:
+                return real.fileno()
+
+        limiter._sock = Exhausted()  # type: ignore[assignment]
+        with pytest.raises(
+            ConnectError, match=r"within 0.4 s \(it is busy: refused: the listener has no descriptor left\)"
+        ):
+            await host.dial(timeout=0.4)
+        limiter._sock = real
+        assert (await host.pair())[0].same_host
+
+    async def test_a_refusal_that_came_before_the_connection_broke(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A reason that was sent before the hello is not lost to a broken pipe."""
+        refused = codec.frame(codec.encode("refuse", {"code": "connect", "text": "no room"}))
+
+        async def send(channel: Any, data: bytes) -> None:
+            while (packet := channel.receive()) is None:
+                await asyncio.sleep(0)
+            monkeypatch.setattr(channel, "receive", lambda: packet)
+            raise PeerDownError("the TCP connection broke: Broken pipe")
+
+        monkeypatch.setattr(socket_io, "send", send)
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            dialling = asyncio.ensure_future(dial(Address(*server.getsockname()), identity()))
+            theirs, _ = await asyncio.get_running_loop().sock_accept(server)
+            theirs.send(refused)
+            with pytest.raises(ConnectError, match="refused: no room"):
+                await dialling
+            theirs.close()
 
     async def test_the_listener_closes_meanwhile(self, listen: HostFactory) -> None:
         host = await listen()
@@ -336,7 +435,42 @@ class TestNobodyAnswers:
         stranger.close()
 
 
+class TestAddress:
+    @pytest.mark.parametrize(
+        ("text", "address"),
+        [
+            ("localhost:1", ("localhost", 1)),
+            (":5000", ("127.0.0.1", 5000)),
+            ("[::1]:5000", ("::1", 5000)),
+            ("[2001:db8::102]:80", ("2001:db8::102", 80)),
+        ],
+    )
+    def test_is_read(self, text: str, address: tuple[str, int]) -> None:
+        assert Address.parse(text) == address
+        assert parse_address(text) == address
+
+    @pytest.mark.parametrize("text", ["2001:db8::102", "::1:5000", "::1", "2001:db8::beef", "fe80::1%eth0:99"])
+    def test_of_version_6_needs_brackets(self, text: str) -> None:
+        with pytest.raises(InvalidArgumentError, match=rf"write \[{re.escape(text)}\]:PORT"):
+            parse_address(text)
+
+    @pytest.mark.parametrize(
+        "text", ["[::1]", "[::1:5000", "::1]:5000", "host", "host:", "host:65536", "host:-1", "", None, 7]
+    )
+    def test_of_other_forms_is_refused(self, text: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match="must look like 'host:port'"):
+            parse_address(text)
+
+
 class TestListen:
+    async def test_on_a_privileged_port(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+        def bind(self: object, address: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(listener_module.socket, "socket", type("Socket", (socket.socket,), {"bind": bind}))
+        with pytest.raises(ConnectError, match="Permission denied; a port below 1024 needs CAP_NET_BIND_SERVICE"):
+            await listen(Address("127.0.0.1", 80))
+
     async def test_nowhere(self, listen: HostFactory) -> None:
         before = len(os.listdir("/proc/self/fd"))
         host = await listen(None)

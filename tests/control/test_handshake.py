@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from typing import NamedTuple
@@ -86,7 +87,8 @@ class TestSucceeds:
         name = RendezvousName("directory", "d" * 32)
         for mine in ("", "e" * 32):
             outcome = perform(
-                dialler(SECRET, scope=Scope("", mine)), listener(SECRET, scope=Scope("", "f" * 32), name=name)
+                dialler(SECRET, scope=Scope("a" * 32, mine)),
+                listener(SECRET, scope=Scope("a" * 32, "f" * 32), name=name),
             )
             assert outcome.dialler is not None
             assert "unix_dir" in outcome.dialler.fallback
@@ -161,8 +163,24 @@ class TestRefuses:
         [hello] = one.start()
         [answer] = listener().received(Transport.TCP, sent(hello))
         assert isinstance(one.received(Transport.TCP, sent(answer))[0], OpenUnix)
-        with pytest.raises(AuthenticationError, match=r"Connection refused.*token_bytes"):
-            one.unix_failed("Connection refused")
+        with pytest.raises(ConnectError, match="Unix socket could not be connected: Connection refused") as caught:
+            one.unix_failed(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"))
+        assert type(caught.value) is ConnectError
+        assert caught.value.retryable
+        assert caught.value.native == errno.ECONNREFUSED
+
+    @pytest.mark.parametrize("side", ["dialler", "listener"])
+    def test_a_scope_that_is_unknown(self, side: str) -> None:
+        """It is not said to be another."""
+        unknown = Scope("", "", "/proc/sys/kernel/random/boot_id: No such file or directory")
+        outcome = perform(
+            dialler(scope=unknown if side == "dialler" else HERE),
+            listener(scope=unknown if side == "listener" else HERE),
+        )
+        text = str(outcome.listener_error)
+        assert isinstance(outcome.listener_error, AuthenticationError)
+        assert "different" not in text
+        assert ("boot_id: No such file" if side == "listener" else "it needs /proc") in text
 
     def test_another_user_without_a_secret(self) -> None:
         outcome = perform(dialler(), listener(), dialler_seen_as=credentials(1001))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +166,25 @@ class TestLocalUser:
 
     def test_manages_without_proc(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fails(path: str) -> Any:
-            raise FileNotFoundError
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
 
         monkeypatch.setattr(process, "_read", fails)
-        assert LocalUser.current() == (os.geteuid(), 65534, False)
+        user = LocalUser.current()
+        assert user[:3] == (os.geteuid(), 65534, False)
+        assert user.missing == "/proc/self/uid_map: No such file or directory"
+        nobody = user._replace(uid=65534)
+        assert "could not find out: /proc/self/uid_map" in str(nobody.objection(Credentials(1, 65534, 1)))
+
+    @pytest.mark.parametrize("ask", [LocalUser.current, process.start_time])
+    def test_is_not_guessed_for_lack_of_descriptors(
+        self, monkeypatch: pytest.MonkeyPatch, ask: Callable[[], object]
+    ) -> None:
+        def fails(path: str) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files", path)
+
+        monkeypatch.setattr(process, "_read", fails)
+        with pytest.raises(OSError, match="Too many open files"):
+            ask()
 
     @pytest.mark.parametrize(
         ("user", "uid", "words"),

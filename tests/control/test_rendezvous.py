@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import subprocess
@@ -189,10 +190,25 @@ class TestScope:
 
     def test_is_unknown_without_a_boot_id(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fails(*args: object, **options: object) -> None:
-            raise FileNotFoundError
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", args[0])
 
         monkeypatch.setattr(rendezvous, "open", fails, raising=False)
-        assert Scope.current(None) == ("", "")
+        scope = Scope.current(None)
+        assert scope[:2] == ("", "")
+        assert scope.missing == "/proc/sys/kernel/random/boot_id: No such file or directory"
+
+    def test_is_not_guessed_for_lack_of_descriptors(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        def fails(*args: object, **options: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rendezvous, "open", fails, raising=False)
+            with pytest.raises(OSError, match="Too many open files"):
+                Scope.current(None)
+        monkeypatch.setattr(rendezvous.os, "open", fails)
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            Scope.current(str(tmp_path))
+        assert caught.type is OSError
 
 
 class TestDescriptorsOfStrangers:

@@ -96,6 +96,22 @@ def test_c9_the_next_loop_of_the_same_thread(runner: asyncio.Runner) -> None:
     runner.run(engine.aclose())
 
 
+def test_c9_a_loop_that_stands_still(runner: asyncio.Runner) -> None:
+    """A synchronous program, or a cell of a notebook, calls on the right thread between two runs of the loop."""
+    engine = Engine(name="between runs")
+    runner.run(engine.open())
+    with pytest.raises(
+        WrongLoopError, match=r"that loop is not running: make the call inside a coroutine.*runner\.run"
+    ):
+        engine.allocate("kv", 64)
+
+    async def allocate() -> None:
+        engine.allocate("kv", 64)
+
+    runner.run(allocate())
+    runner.run(engine.aclose())
+
+
 async def test_views_may_be_dropped_in_other_threads(world: World) -> None:
     """The last view of a closed region goes wherever it goes; the driver is told on the loop's thread."""
     region = world.left.allocate("viewed", 4096)

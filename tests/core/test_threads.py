@@ -10,7 +10,7 @@ import time
 import pytest
 
 from hixl_async import ClosedError, Subscription, Transfer
-from hixl_async.core.in_flight import drain
+from hixl_async.core import in_flight
 
 from .conftest import World, gil_kept
 
@@ -78,7 +78,7 @@ async def test_c4_no_task_is_entered_from_within_another(world: World) -> None:
     await asyncio.sleep(0)
     world.plan.release()
     assert not transfer.done()
-    drain(world.left)  # a task is current: this one
+    in_flight.drain(world.left)  # a task is current: this one
     assert transfer.done()
     assert steps == []
     steps.append("drained")
@@ -102,7 +102,7 @@ async def test_c4_resumed_directly_from_the_drain(world: World) -> None:
     done = loop.create_future()
 
     def drain() -> None:
-        drain(world.left)
+        in_flight.drain(world.left)
         steps.append("drained")
         done.set_result(None)
 
@@ -136,14 +136,14 @@ async def test_c4_what_a_resumed_task_ends_is_resumed_by_the_loop(world: World, 
             feed.close()
         else:
             world.plan.release()
-            drain(world.left)
+            in_flight.drain(world.left)
         steps.append("canceller")
 
     one = asyncio.create_task(victim())
     other = asyncio.create_task(canceller(one))
     await asyncio.sleep(0)
     world.plan.release(1)
-    asyncio.get_running_loop().call_soon(world.left.drain)
+    asyncio.get_running_loop().call_soon(in_flight.drain, world.left)
     async with asyncio.timeout(5):
         await asyncio.gather(one, other)
     assert steps == ["canceller", "victim"]
@@ -190,7 +190,7 @@ async def test_a_context_that_is_entered_already(world: World) -> None:
     waiter = asyncio.get_running_loop().create_task(wait(), context=context)
     await asyncio.sleep(0)
     world.plan.release()
-    asyncio.get_running_loop().call_soon(context.run, world.left.drain)
+    asyncio.get_running_loop().call_soon(context.run, in_flight.drain, world.left)
     assert await waiter == 5
 
 

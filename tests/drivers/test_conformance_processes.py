@@ -229,6 +229,7 @@ def test_a_stopped_peer_stops_nobody(peer: Peer, link: vt.Link) -> None:
     finally:
         peer.signal(signal.SIGCONT)
     fence.ok(link)
+    link.instance.until(lambda: not link.instance.ops, link)
     assert peer.call("peek", memory=number, offset=0, length=4096) == here.view[:4096]
 
 

@@ -29,8 +29,8 @@ from hixl_async import (
     TransferTimeoutError,
     kv,
 )
+from hixl_async.control import binary_text
 from hixl_async.engine import links as engine_links
-from hixl_async.engine.messages import binary_text
 from hixl_async.testing import EnginePair, engine_pair, peer_process
 from tests.hixlsim.build import build
 from tests.signals import interrupted
@@ -398,15 +398,40 @@ async def test_a_library_that_is_not_there(tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"hixl_ip": "everywhere"}, "hixl_ip"),
-        ({"RdmaTrafficClass": 3}, "RdmaTrafficClass"),
-        ({"colour": "red"}, "colour"),
-        ({"GlobalResourceConfig": {"comm_resource_config.qos": 8}}, "GlobalResourceConfig=.*qos"),
         ({"LocalCommRes": {"version": 1.3}}, "LocalCommRes=.*version"),
     ],
 )
-async def test_options_that_contradict_each_other(root: Path, options: dict[str, Any], says: str) -> None:
+async def test_options_that_the_driver_refuses(root: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidArgumentError, match=says):
         await Engine(drivers={"hixl": {"library": str(root), **options}}).open()
+
+
+@pytest.mark.parametrize(
+    ("options", "unknown"),
+    [
+        ({"RdmaTrafficClass": 3}, ""),
+        ({"GlobalResourceConfig": {"comm_resource_config.qos": 8}}, ""),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+async def test_options_that_hixl_refuses(
+    root: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], unknown: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="options must be known to HIXL"):
+        await Engine(drivers={"hixl": {"library": str(root), **options}}).open()
+    warned = [record.getMessage() for record in caplog.records if "does not know" in record.getMessage()]
+    assert len(warned) == bool(unknown)
+    assert all(unknown in line for line in warned)
+
+
+async def test_an_option_of_a_later_hixl(
+    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIXLSIM_OPTIONS", "NextOption=1")
+    async with Engine(drivers={"hixl": {"library": str(root), "NextOption": True}}):
+        pass
+    warned = [record for record in caplog.records if "NextOption" in record.getMessage()]
+    assert [record.levelname for record in warned] == ["WARNING"]
 
 
 @pytest.mark.parametrize(

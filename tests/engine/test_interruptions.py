@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from puppet import Puppet, puppet, stage
 
-from hixl_async import Engine, ProtocolError
+from hixl_async import Engine, HandshakeError
 from hixl_async.testing import EnginePair
 
 from .conftest import until
@@ -64,7 +64,7 @@ async def test_a_doorbell_that_would_ring_for_ever_is_refused(bell: Callable[[in
         actor.start()
         link = await actor.join(bell=bell)
         link.ring()
-        with pytest.raises(ProtocolError):
+        with pytest.raises(HandshakeError):
             await dialling
         assert engine.driver_stats()["shm"]["links"] == 0
 

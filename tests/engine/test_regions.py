@@ -29,6 +29,7 @@ from hixl_async import (
     StaleRegionError,
     WaitTimeoutError,
 )
+from hixl_async.control.scheduler import Progress
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 
 from .conftest import settle, until
@@ -551,7 +552,8 @@ async def test_an_offer_that_is_replaced_before_its_import_begins(pair: EnginePa
     early.send(None)  # the task of the import is made, and has not begun
     region.revoke()
     again = pair.right.register("x", second, access="write")
-    pair.peer._connection._deliver()  # both messages come now
+    while pair.peer._connection._read_next() is Progress.MORE:
+        pass  # both messages come now
     remote = await pair.peer.region("x")
     with pytest.raises(StaleRegionError):
         while True:

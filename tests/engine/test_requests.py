@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from hixl_async import (
     RequestLostError,
     RequestTimeoutError,
 )
-from hixl_async.engine.messages import Incoming
+from hixl_async.control import Incoming
 from hixl_async.engine.rpc import MAX_HANDLERS
 from hixl_async.testing import EnginePair, engine_pair
 
@@ -348,6 +350,31 @@ async def test_failures_of_unknown_kinds(engine: Engine, error: str) -> None:
         with pytest.raises(HixlError, match="whatever") as caught:
             await asking
         assert type(caught.value) is RemoteError
+
+
+@pytest.mark.parametrize("end", ["violation", "close"])
+async def test_a_handler_that_never_began(engine: Engine, end: str) -> None:
+    """Its coroutine is closed; otherwise Python warns that it was never awaited."""
+    made: list[Coroutine[Any, Any, None]] = []
+
+    async def handler() -> None:
+        raise AssertionError("it begins in a later pass")
+
+    def serve(peer: Peer, body: dict[str, Any]) -> Coroutine[Any, Any, None]:
+        made.append(handler())
+        if end == "close":
+            asyncio.get_running_loop().call_soon(peer._lose, PeerDownError("ended before the handler began"))
+        return made[-1]
+
+    async with puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        peer = engine.peers[0]
+        engine.serve("later", serve)
+        actor.say("post", service="later", body={})
+        if end == "violation":
+            actor.say("nonsense")
+        await until(lambda: peer.state is PeerState.DOWN)
+        await until(lambda: inspect.getcoroutinestate(made[0]) == inspect.CORO_CLOSED)
 
 
 async def test_a_handler_may_close_the_connection(pair: EnginePair) -> None:
