@@ -48,6 +48,8 @@ class Docstrings(griffe.Extension):
                 obj.docstring.value = markdown(obj.docstring.value, obj, public)
                 obj.docstring.parser = loader.docstring_parser
                 obj.docstring.parser_options = loader.docstring_options
+        for obj in _documented(pkg, public):
+            if obj.docstring is not None:
                 _link_errors(obj.docstring, pkg, public)
 
 
@@ -96,6 +98,20 @@ def _public_names() -> Iterator[tuple[str, str]]:
     for module in reversed(PUBLIC):
         for name in importlib.import_module(module).__all__:
             yield name, f"{module}.{name}"
+
+
+def _documented(pkg: griffe.Module, public: dict[str, str]) -> Iterator[griffe.Object]:
+    """Yield what is public, with its members and those that it inherits."""
+    waiting, seen = [pkg[path.removeprefix("hixl_async.")] for path in public.values()], set[str]()
+    while waiting:
+        found = waiting.pop()
+        obj = found.final_target if isinstance(found, griffe.Alias) else found
+        if obj.path in seen:
+            continue
+        seen.add(obj.path)
+        yield obj
+        if isinstance(obj, griffe.Class):
+            waiting += [member for name, member in obj.all_members.items() if not name.startswith("_")]
 
 
 def _walk(obj: griffe.Object) -> Iterator[griffe.Object]:
