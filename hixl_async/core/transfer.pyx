@@ -85,7 +85,7 @@ cdef class Transfer:
         PyMem_Free(self.tail)
 
     def __repr__(self):
-        held = " pinned" if self.flying else ""
+        held = " pinned" if self.held else ""
         return f"<Transfer {self._describe()}, {OUTCOMES[self.outcome].value}{held}>"
 
     cdef str _describe(self):
