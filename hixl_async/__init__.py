@@ -1,6 +1,7 @@
 """Asyncio one-sided transfers: ``await engine.write(...)``, and the bytes are in another process's memory."""
 
 from . import kv
+from .control import Identity
 from .core.batch import Batch
 from .core.memory import LocalSlice, RemoteSlice
 from .core.transfer import Transfer
@@ -8,9 +9,11 @@ from .engine.coalescer import Coalescer
 from .engine.config import EngineConfig
 from .engine.engine import Engine
 from .engine.group import Group
+from .engine.host import Handler
 from .engine.notifications import Notification, Subscription
 from .engine.peer import Peer
 from .engine.region import Region, RemoteRegion
+from .engine.subscription_queue import SubscriptionQueue
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .types import *  # noqa: F403
@@ -24,6 +27,8 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Group",
+    "Handler",
+    "Identity",
     "LocalSlice",
     "Notification",
     "Peer",
@@ -31,6 +36,7 @@ __all__ = [
     "RemoteRegion",
     "RemoteSlice",
     "Subscription",
+    "SubscriptionQueue",
     "Transfer",
     "kv",
     *_errors,

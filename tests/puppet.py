@@ -54,13 +54,13 @@ def segment(size: int, *, seals: int | None = SHRINK | GROW | SEAL) -> int:
     return fd
 
 
-def link_card(capacity: int, *, own_pid: int = 0) -> bytes:
-    """A ``shm_link_card``; by default it names no process, so that process_vm_* is not used."""
+def link_metadata(capacity: int, *, own_pid: int = 0) -> bytes:
+    """A ``shm_link_metadata``; by default it names no process, so that process_vm_* is not used."""
     return struct.pack("<IIIIII", os.getpid(), LINK_MAGIC, VERSION, capacity, own_pid, 0)
 
 
-def mem_card(size: int, *, kind: int = OWNED, rights: int = 3, address: int = 0, magic: int = MEM_MAGIC) -> bytes:
-    """A ``shm_mem_card``."""
+def mem_metadata(size: int, *, kind: int = OWNED, rights: int = 3, address: int = 0, magic: int = MEM_MAGIC) -> bytes:
+    """A ``shm_mem_metadata``."""
     return struct.pack("<IIIIQQ", magic, VERSION, kind, rights, size, address)
 
 
@@ -103,11 +103,11 @@ class ShmEnd:
         self.ours = Half(self.segment)
         self.ours[MAGIC], self.ours[CAPACITY], self.ours[ARMED] = HALF_MAGIC, capacity, 1
         self.read_end, self.bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.card = link_card(capacity)
+        self.metadata = link_metadata(capacity)
 
     @property
     def fds(self) -> list[int]:
-        """What travels with the card."""
+        """What travels with the metadata."""
         return [self.segment, self.read_end]
 
     def ring(self, count: int = 1) -> None:
@@ -192,7 +192,7 @@ class Puppet:
         if bell is not None:
             read_end = bell(read_end)
             self._fds.append(read_end)
-        self.say("link", driver="shm", card=text(self.link.card), fds=[segment, read_end])
+        self.say("link", driver="shm", metadata=text(self.link.metadata), fds=[segment, read_end])
         return self.link
 
     async def up(self) -> ShmEnd:
@@ -204,12 +204,12 @@ class Puppet:
         return link
 
     async def get(self, name: str) -> Heard:
-        """Waits for the offer of a region, asks for it, and answers with its card."""
+        """Waits for the offer of a region, asks for it, and answers with its metadata."""
         offer = await self.hear("region.up")
         while offer.body["name"] != name:
             offer = await self.hear("region.up")
         self.say("region.get", call=1, id=offer.body["id"])
-        return await self.hear("region.card", "failure")
+        return await self.hear("region.metadata", "failure")
 
     async def leave(self) -> None:
         """Says goodbye and closes."""
@@ -228,9 +228,9 @@ class Puppet:
         self._fds = []
 
 
-def text(card: bytes) -> str:
-    """A card as it travels."""
-    return base64.b64encode(card).decode()
+def text(metadata: bytes) -> str:
+    """Metadata as it travels."""
+    return base64.b64encode(metadata).decode()
 
 
 def who(

@@ -88,12 +88,12 @@ class Incoming:
         """
         return name in self.body and self._field(name, bool)
 
-    def card(self) -> bytes:
+    def metadata(self) -> bytes:
         """Return the driver's descriptor of a link or a region.
 
         :raises ProtocolError: if there is none.
         """
-        return self.binary("card")
+        return self.binary("metadata")
 
     def binary(self, name: str) -> bytes:
         """Return bytes.

@@ -44,8 +44,8 @@ cdef extern from "hxa_driver.h" nogil:
         HXA_CAP_NOTIFY
         HXA_CAP_CANCEL
         HXA_CAP_FDS
-        HXA_CARD_BYTES
-        HXA_CARD_FDS
+        HXA_METADATA_BYTES
+        HXA_METADATA_FDS
         HXA_MESSAGE_BYTES
         HXA_EVENT_NOTE
         HXA_EVENT_SIGNAL
@@ -94,7 +94,7 @@ cdef extern from "hxa_driver.h" nogil:
         uint32_t note_len
         const void *note
 
-    ctypedef struct hxa_card:
+    ctypedef struct hxa_metadata:
         uint32_t len
         uint32_t nfds
         int *fds
@@ -155,12 +155,12 @@ cdef extern from "hxa_driver.h" nogil:
                          void **address) noexcept nogil
         int (*mem_register)(hxa_instance *self, void *address, uint64_t size, uint32_t kind, uint32_t rights,
                             hxa_mem **mem) noexcept nogil
-        int (*mem_export)(hxa_mem *mem, uint32_t rights, hxa_card *card) noexcept nogil
-        int (*mem_import)(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rights, hxa_mem **mem,
+        int (*mem_export)(hxa_mem *mem, uint32_t rights, hxa_metadata *metadata) noexcept nogil
+        int (*mem_import)(hxa_link *link, const hxa_metadata *metadata, uint64_t size, uint32_t rights, hxa_mem **mem,
                           hxa_op *op) noexcept nogil
         void (*mem_release)(hxa_mem *mem) noexcept nogil
-        int (*link_new)(hxa_instance *self, uint64_t cookie, hxa_link **link, hxa_card *card) noexcept nogil
-        int (*link_connect)(hxa_link *link, const hxa_card *card, hxa_op *op) noexcept nogil
+        int (*link_new)(hxa_instance *self, uint64_t cookie, hxa_link **link, hxa_metadata *metadata) noexcept nogil
+        int (*link_connect)(hxa_link *link, const hxa_metadata *metadata, hxa_op *op) noexcept nogil
         int (*link_fd)(hxa_link *link) noexcept nogil
         int (*link_stop)(hxa_link *link, int dead, hxa_op *op) noexcept nogil
         int (*link_fence)(hxa_link *link, hxa_op *op) noexcept nogil

@@ -1,7 +1,7 @@
 # The loop's side of drivers and links; every field explained.
 from libc.stdint cimport uint32_t, uint64_t
 
-from .driver cimport hxa_card, hxa_driver, hxa_event, hxa_instance, hxa_link, hxa_op, hxa_sink
+from .driver cimport hxa_metadata, hxa_driver, hxa_event, hxa_instance, hxa_link, hxa_op, hxa_sink
 
 
 cdef extern from "hxa_mailbox.h" nogil:
@@ -95,5 +95,5 @@ cdef class Link:
 
 cdef object refusal(Driver driver, int status, int native, str what, Link link=*, object index=*)
 cdef object failure(Link link, int status, int native, str what, object index=*)
-cdef tuple unpack_metadata(hxa_card *card)
-cdef int pack_metadata(hxa_card *card, bytes data, list fds) except -1
+cdef tuple unpack_metadata(hxa_metadata *metadata)
+cdef int pack_metadata(hxa_metadata *metadata, bytes data, list fds) except -1

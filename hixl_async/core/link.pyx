@@ -156,27 +156,27 @@ cdef str _status_text(Driver driver, int status, int native):
     return text.decode("utf-8", "replace") if text != NULL else f"status {status}"
 
 
-cdef tuple unpack_metadata(hxa_card *card):
+cdef tuple unpack_metadata(hxa_metadata *metadata):
     """Return ``(bytes, descriptors)``."""
     return (
-        PyBytes_FromStringAndSize(<char *>card.data, card.len),
-        [card.fds[i] for i in range(card.nfds)],
+        PyBytes_FromStringAndSize(<char *>metadata.data, metadata.len),
+        [metadata.fds[i] for i in range(metadata.nfds)],
     )
 
 
-cdef int pack_metadata(hxa_card *card, bytes data, list fds) except -1:
-    """Fill `card` with what a peer sent; `fds` belong to the driver from here on, or are closed."""
+cdef int pack_metadata(hxa_metadata *metadata, bytes data, list fds) except -1:
+    """Fill `metadata` with what a peer sent; `fds` belong to the driver from here on, or are closed."""
     cdef Py_ssize_t i
-    memset(card, 0, sizeof(hxa_card))
-    if len(data) > HXA_CARD_BYTES or len(fds) > HXA_CARD_FDS:
+    memset(metadata, 0, sizeof(hxa_metadata))
+    if len(data) > HXA_METADATA_BYTES or len(fds) > HXA_METADATA_FDS:
         for fd in fds:
             os.close(fd)
         raise errors.ProtocolError(f"metadata of {len(data)} bytes and {len(fds)} descriptors are over the limit")
-    memcpy(card.data, <char *>data, len(data))
-    card.len = <uint32_t>len(data)
+    memcpy(metadata.data, <char *>data, len(data))
+    metadata.len = <uint32_t>len(data)
     for i in range(len(fds)):
-        card.fds[i] = fds[i]
-    card.nfds = <uint32_t>len(fds)
+        metadata.fds[i] = fds[i]
+    metadata.nfds = <uint32_t>len(fds)
     return 0
 
 
@@ -235,10 +235,9 @@ cdef class Driver:
 
     Public methods are for the engine package: no object of a user leads to a driver by public names.
 
-    :param core: the engine's core, which `in_flight.start` has bound to a loop.
-    :param capsule: the driver's table.
-    :param name: the name by which the engine and its peers know it.
-    :param options: the driver's own options, by name.
+    ``Driver(core, capsule, name, options)`` opens it: for a core that `in_flight.start` has bound to a loop, with the table in
+    `capsule`, under the name by which the engine and its peers know it, and with its own options by name.
+
     :raises DriverLoadError: if `capsule` holds no table that this core understands.
     :raises InvalidArgumentError: if an option is malformed, or there are too many options or drivers.
     :raises DriverError: if the driver refuses to open.
@@ -349,17 +348,17 @@ cdef class Driver:
         :return: ``(link, metadata, descriptors)``; the latter two are for the driver at the other end, and the caller closes
             the descriptors.
         """
-        cdef hxa_card card
+        cdef hxa_metadata metadata
         self._must_be_open()
         cdef Link link = self._without_peer("link")
         link.cookie, link.peer = cookie, peer
-        memset(&card, 0, sizeof(card))
+        memset(&metadata, 0, sizeof(metadata))
         # The cookie of an event also says which driver it comes from.
-        cdef int answer = self.table.link_new(self.instance, cookie * MAX_DRIVERS + self.index, &link.link, &card)
+        cdef int answer = self.table.link_new(self.instance, cookie * MAX_DRIVERS + self.index, &link.link, &metadata)
         if answer:
             link.link = NULL
             raise refusal(self, -answer, 0, "new link", link)
-        data, fds = unpack_metadata(&card)
+        data, fds = unpack_metadata(&metadata)
         return link, data, fds
 
     def after_fork(self):
@@ -403,11 +402,11 @@ cdef class Link:
         :param fds: the descriptors that came with it, which the driver owns from here on.
         :return: an awaitable.
         """
-        cdef hxa_card card
-        pack_metadata(&card, data, fds)
+        cdef hxa_metadata metadata
+        pack_metadata(&metadata, data, fds)
         self._must_exist(fds)
         cdef hxa_op *op = self.driver.core._begin_call(self)
-        return self.driver.core._end_call(op, self.driver.table.link_connect(self.link, &card, op), "connect")
+        return self.driver.core._end_call(op, self.driver.table.link_connect(self.link, &metadata, op), "connect")
 
     cdef int _must_exist(self, list fds) except -1:
         """Raise if the link was freed already; `fds` are closed then."""

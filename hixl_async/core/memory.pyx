@@ -291,14 +291,14 @@ def export(LocalMemory memory not None, Driver driver not None, uint32_t rights)
     :param rights: the most that the peer may do with it, HXA_RIGHT_*.
     :return: ``(bytes, descriptors)``, the latter the caller's to close.
     """
-    cdef hxa_card card
+    cdef hxa_metadata metadata
     if memory.mems[driver.index] == NULL:
         raise errors.DriverError(f"driver {driver.name!r} does not know this memory")
-    memset(&card, 0, sizeof(card))
-    cdef int answer = driver.table.mem_export(memory.mems[driver.index], rights, &card)
+    memset(&metadata, 0, sizeof(metadata))
+    cdef int answer = driver.table.mem_export(memory.mems[driver.index], rights, &metadata)
     if answer:
         raise refusal(driver, -answer, 0, "export of a region")
-    return unpack_metadata(&card)
+    return unpack_metadata(&metadata)
 
 
 def known_to(LocalMemory memory not None, Driver driver not None):
@@ -317,17 +317,17 @@ def import_remote(RemoteMemory memory not None, Link link not None, bytes data n
     :param rights: what the peer grants, HXA_RIGHT_*.
     :return: an awaitable; the memory is usable once it is done, and must be retired in any case.
     """
-    cdef hxa_card card
+    cdef hxa_metadata metadata
     cdef CoreBase core = link.driver.core
     cdef hxa_op *op
     cdef int index = link.driver.index
     if memory.core is not None:
         raise RuntimeError(f"{memory!r} was imported before")
-    pack_metadata(&card, data, fds)
+    pack_metadata(&metadata, data, fds)
     link._must_exist(fds)
     op = core._begin_call(link)
     memory.core, memory.link, memory.nbytes, memory.rights = core, link, size, rights
-    cdef int answer = link.driver.table.mem_import(link.link, &card, size, rights, &memory.mems[index], op)
+    cdef int answer = link.driver.table.mem_import(link.link, &metadata, size, rights, &memory.mems[index], op)
     if answer < 0:
         memory.mems[index] = NULL
     else:

@@ -197,20 +197,20 @@ static int faulty_mem_register(hxa_instance *self, void *address, uint64_t size,
     return mem_made(mem, self->table->mem_register(self->inner, address, size, kind, rights, &mem->inner), made);
 }
 
-static int faulty_mem_export(hxa_mem *mem, uint32_t rights, hxa_card *card) {
-    return mem->self->table->mem_export(mem->inner, rights, card);
+static int faulty_mem_export(hxa_mem *mem, uint32_t rights, hxa_metadata *metadata) {
+    return mem->self->table->mem_export(mem->inner, rights, metadata);
 }
 
-static int faulty_mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rights, hxa_mem **made, hxa_op *op) {
+static int faulty_mem_import(hxa_link *link, const hxa_metadata *metadata, uint64_t size, uint32_t rights, hxa_mem **made, hxa_op *op) {
     hxa_instance *self = link->self;
     hxa_mem *mem = mem_new(self);
     faulty_operation *call = mem != NULL ? faulty_call_forward(link, op) : NULL;
     if (call == NULL) {
-        for (uint32_t i = 0; i < card->nfds && i < HXA_CARD_FDS; i++) close(card->fds[i]);
+        for (uint32_t i = 0; i < metadata->nfds && i < HXA_METADATA_FDS; i++) close(metadata->fds[i]);
         free(mem);
         return -HXA_E_NOMEM;
     }
-    const int answer = self->table->mem_import(link->inner, card, size, rights, &mem->inner, &call->op);
+    const int answer = self->table->mem_import(link->inner, metadata, size, rights, &mem->inner, &call->op);
     if (answer < 0) op->native = call->op.native;
     if (answer != HXA_PENDING) faulty_operation_free(call);
     return mem_made(mem, answer, made);

@@ -17,7 +17,7 @@
 //   connection          HIXL's Connect and Disconnect;  sockets: ends calls that wait for a peer
 //   endpoint            one remote engine: connected, renewed, cut, given up
 //   memory, host_memory mem_*: memory that is allocated, registered, imported, released
-//   link                link_*: cards, messages, submit, stop, fence, poll
+//   link                link_*: metadata, messages, submit, stop, fence, poll
 //   life, about         opening, starting, ending; facts about an instance
 //
 // Options (strings):

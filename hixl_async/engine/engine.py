@@ -41,12 +41,12 @@ from .coalescer import Coalescer
 from .config import Drivers, EngineConfig, parse_address
 from .group import Group
 from .host import Handler, Host
-from .notifications import Subscription, Topics
+from .notifications import Subscription, Subscriptions
 from .peer import Peer
 from .peers import Peers
 from .region import Region, operand
 from .region_table import RegionTable
-from .subscription_queue import Feed
+from .subscription_queue import SubscriptionQueue
 
 __all__ = ["Engine"]
 
@@ -139,7 +139,7 @@ class Engine(Core):
         _core.set_object_support(self, operand, DeviceCopies(self, torch_device.pin, torch_device.copy).begin)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._close_callbacks: list[Callable[[], None]] = []
-        self._topics: Topics | None = None
+        self._subscriptions: Subscriptions | None = None
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -162,7 +162,7 @@ class Engine(Core):
             in_flight.start(
                 self, loop, self._on_event, config.stall, config.notify_batch_size, config.max_bytes_in_flight or 0
             )
-            self._topics = Topics(self, self.config.notification_limit)
+            self._subscriptions = Subscriptions(self, self.config.notification_limit)
             for name, options in self.config.drivers.items():
                 capsule, settings = drivers.resolve(name, options)
                 self._drivers[name] = Driver(self, capsule, name, settings)
@@ -231,8 +231,8 @@ class Engine(Core):
         if self._listener is not None:
             await self._listener.aclose()
         await self._wait(leaving, until)
-        if self._topics is not None:
-            self._topics.close()
+        if self._subscriptions is not None:
+            self._subscriptions.close()
         self._regions.close()
         for peer, leaked in self._peers.give_up():
             self._report(f"{leaked!r} is leaked: {peer!r}, whose death is not confirmed, may still write it")
@@ -421,7 +421,7 @@ class Engine(Core):
             raise InvalidArgumentError(f"{where} is this engine itself; copy within the process instead")
         return await self._peers.connect(where, seconds)
 
-    def accepted(self) -> Feed[Peer]:
+    def accepted(self) -> SubscriptionQueue[Peer]:
         """Peers that connect to this engine from now on: ``async for peer in engine.accepted()``."""
         in_flight.must_be_open(self)
         return self._peers.accepted()
@@ -473,8 +473,8 @@ class Engine(Core):
             message counts its bytes and 256 more.
         """
         in_flight.must_be_open(self)
-        assert self._topics is not None
-        return self._topics.subscribe(topic, limit)
+        assert self._subscriptions is not None
+        return self._subscriptions.subscribe(topic, limit)
 
     async def room(self, nbytes: int = 0) -> None:
         """Waits until `nbytes` more may be in flight, for engines with ``max_bytes_in_flight``; first come, first served.
@@ -516,8 +516,8 @@ class Engine(Core):
         """What drivers report, on the loop's thread."""
         peer = self._peers[cookie]
         if kind == EVENT_NOTE and peer is not None:  # first, for there are many
-            assert self._topics is not None
-            self._topics.deliver(peer, topic, data)
+            assert self._subscriptions is not None
+            self._subscriptions.deliver(peer, topic, data)
         elif kind == EVENT_LOG:
             logger.log(logging.WARNING if status else logging.INFO, "%s", data.decode("utf-8", "replace"))
         elif peer is None:
@@ -533,7 +533,7 @@ class Engine(Core):
 
     def stats(self) -> EngineStats:
         """Counters and gauges; every gauge is zero again when all work is done and everything closed."""
-        topics = self._topics
+        topics = self._subscriptions
         return EngineStats(
             **in_flight.counters(self),
             peers=len(self._peers),

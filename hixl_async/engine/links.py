@@ -2,7 +2,7 @@
 
 ::
 
-    link         a driver's card, which the other side's driver joins with its own
+    link         a driver's metadata, which the other side's driver joins with its own
     link.failed  a driver cannot be linked: both sides go on without it, unless it was the last
     ready        all drivers that can be linked are; a side that has sent and received it may submit
     driver       a message of a driver to the driver at the other end
@@ -55,7 +55,7 @@ class Links:
         self._explain = explain
         self._loop = session.loop
         self._links: dict[str, Link] = {}
-        self._unjoined: set[str] = set()  # drivers whose card has not come yet
+        self._unjoined: set[str] = set()  # drivers whose metadata has not come yet
         self._failed: dict[str, Link | None] = {}  # drivers that one side could not link, and what is left of the link
         self._failures: list[HixlError] = []  # their reasons
         self._broken: dict[str, HixlError] = {}  # links that broke after we told the peer that it may use them
@@ -131,17 +131,17 @@ class Links:
             self.ready.add_done_callback(lambda _: late.cancel())
         for driver in drivers:
             try:
-                link, card, fds = driver.link_new(self._cookie, session.name)
+                link, metadata, fds = driver.link_new(self._cookie, session.name)
             except HixlError as error:
                 self.do_without(driver.name, error)
             else:
                 link.explain_by(self._explain)
                 self._links[driver.name] = link
-                session.send("link", {"driver": driver.name, "card": binary_text(card)}, fds)
+                session.send("link", {"driver": driver.name, "metadata": binary_text(metadata)}, fds)
 
     def on_link(self, message: Incoming) -> None:
         """Join our half of a link with the peer's."""
-        name, card = message.text("driver"), message.card()
+        name, metadata = message.text("driver"), message.metadata()
         if name in self._failed:
             return
         if name not in self._unjoined:
@@ -152,22 +152,22 @@ class Links:
         link = self._links[name]
         try:
             # Now, for the next message may be one for the driver, which must know its other end by then.
-            joining = link.connect(self._vouch(link, card), message.take())
+            joining = link.connect(self._vouch(link, metadata), message.take())
         except HixlError as error:
             self.do_without(name, error)
         else:
             self._session.spawn(self._join(link, joining))
 
-    def _vouch(self, link: Link, card: bytes) -> bytes:
-        """Replace the pid at the beginning of a same-host driver's card by the number that the kernel has for it here, or 0.
+    def _vouch(self, link: Link, metadata: bytes) -> bytes:
+        """Return a same-host driver's metadata with the pid at its beginning replaced by the kernel's number for it, or 0.
 
         The peer's own number means nothing in another pid namespace, and need not be true.
         """
         if not link.driver.capabilities & CAP_SAME_HOST:
-            return card
+            return metadata
         credentials = self._session.connection.credentials
         pid = credentials.pid if credentials is not None else 0
-        return max(0, pid).to_bytes(4, sys.byteorder) + card[4:]
+        return max(0, pid).to_bytes(4, sys.byteorder) + metadata[4:]
 
     async def _join(self, link: Link, joining: Awaitable[int]) -> None:
         try:

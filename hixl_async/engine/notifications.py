@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .._core import Core
 from ..errors import InvalidArgumentError
-from .subscription_queue import Feed, Queue
-from .unclaimed import ROOM, Backlog, weigh
+from .subscription_queue import BoundedQueue, SubscriptionQueue
+from .unclaimed import ROOM, UnclaimedNotifications, weigh
 
 if TYPE_CHECKING:
     from .peer import Peer
 
-__all__ = ["Notification", "Subscription", "Topics"]
+__all__ = ["Notification", "Subscription", "Subscriptions"]
 
-#: Topics that are remembered with their queues: so many, of so many bytes at most.
+#: The most topics that are remembered with their queues, and the most bytes of each.
 MOST_REMEMBERED, SHORT = 4096, 256
 
 
@@ -29,20 +29,20 @@ class Notification(NamedTuple):
     payload: bytes
 
 
-class Subscription(Feed[Notification]):
+class Subscription(SubscriptionQueue[Notification]):
     """The notifications of one topic, from the moment of the call on, in an async iterator.
 
     Each subscription has its own queue, so none can take another's messages.  The queue is bounded, by number and by
     bytes: when it is full, the newest message is dropped and counted in `dropped`.
     """
 
-    def __init__(self, topics: Topics, topic: str | None, queue: Queue[Notification]) -> None:
+    def __init__(self, topics: Subscriptions, topic: str | None, queue: BoundedQueue[Notification]) -> None:
         super().__init__(topics.core, queue, lambda queue: topics.forget(topic, queue))
         #: The topic, or None for all.
         self.topic = topic
 
 
-class Topics:
+class Subscriptions:
     """All subscriptions of an engine, and a bounded backlog for topics without one.
 
     A message that arrives before its topic has a subscriber waits in the backlog, so that a consumer which subscribes
@@ -54,9 +54,9 @@ class Topics:
         self.received = 0
         self.dropped = 0
         self._limit = limit
-        self._queues: dict[str | None, list[Queue[Notification]]] = {}
-        self._backlog = Backlog(limit)
-        self._takers: dict[bytes, tuple[str, list[Queue[Notification]]]] = {}
+        self._queues: dict[str | None, list[BoundedQueue[Notification]]] = {}
+        self._backlog = UnclaimedNotifications(limit)
+        self._takers: dict[bytes, tuple[str, list[BoundedQueue[Notification]]]] = {}
 
     def subscribe(self, topic: str | None, limit: int | None = None) -> Subscription:
         """A new subscription, given what the backlog holds for `topic`.
@@ -67,7 +67,7 @@ class Topics:
             raise InvalidArgumentError(f"topic must be a string that is not empty, or None for all; it is {topic!r}")
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise InvalidArgumentError(f"limit must be a number of messages of at least 1, not {limit!r}")
-        queue: Queue[Notification] = Queue(self._limit if limit is None else limit, ROOM)
+        queue: BoundedQueue[Notification] = BoundedQueue(self._limit if limit is None else limit, ROOM)
         self._queues.setdefault(topic, []).append(queue)
         self._takers.clear()
         for peer, name, payload in self._backlog.take(topic):
@@ -87,7 +87,7 @@ class Topics:
             if not queue.put(note, weight):
                 self.dropped += 1
 
-    def _find_takers(self, topic: bytes) -> tuple[str, list[Queue[Notification]]]:
+    def _find_takers(self, topic: bytes) -> tuple[str, list[BoundedQueue[Notification]]]:
         """A topic's name and its queues, remembered until somebody subscribes or leaves; topics without a queue are not."""
         name = topic.decode("utf-8", "replace")
         takers = [*self._queues.get(name, ()), *self._queues.get(None, ())]
@@ -95,7 +95,7 @@ class Topics:
             self._takers[topic] = name, takers
         return name, takers
 
-    def forget(self, topic: str | None, queue: Queue[Notification]) -> None:
+    def forget(self, topic: str | None, queue: BoundedQueue[Notification]) -> None:
         """Undoes `subscribe`."""
         queues = self._queues.get(topic, [])
         if queue in queues:

@@ -42,7 +42,7 @@ logger = logging.getLogger("hixl_async")
 GOODBYE_GRACE = 0.25
 
 #: Messages that may carry descriptors.
-CARRIERS = ("link", "region.card")
+CARRIERS = ("link", "region.metadata")
 
 Routes = dict[str, Callable[[Incoming], None]]
 
@@ -218,7 +218,7 @@ class Peer:
         to_the_end: Routes = {
             "region.down": imports.on_down,
             "region.gone": exports.on_gone,
-            "region.card": rpc.on_answer,
+            "region.metadata": rpc.on_answer,
             "answer": rpc.on_answer,
             "failure": rpc.on_failure,
             "goodbye": self._on_goodbye,

@@ -14,7 +14,7 @@ from ..types import Address, PeerState
 from .host import Host
 from .peer import Peer
 from .region import Region
-from .subscription_queue import Feed, Queue
+from .subscription_queue import BoundedQueue, SubscriptionQueue
 
 __all__ = ["Peers"]
 
@@ -38,7 +38,7 @@ class Peers:
         # One dial at a time to each address; a lock lives as long as a task holds it or waits for it.
         self._locks: weakref.WeakValueDictionary[Address, asyncio.Lock] = weakref.WeakValueDictionary()
         self._dialling: set[asyncio.Task[Connection]] = set()
-        self._acceptors: list[Queue[Peer]] = []
+        self._acceptors: list[BoundedQueue[Peer]] = []
         #: Shares the time of the loop between all connections of the engine.
         self.scheduler = FairScheduler()
 
@@ -164,11 +164,11 @@ class Peers:
             for queue in self._acceptors:
                 queue.put(peer)
 
-    def accepted(self) -> Feed[Peer]:
+    def accepted(self) -> SubscriptionQueue[Peer]:
         """See `Engine.accepted`."""
-        queue: Queue[Peer] = Queue(ACCEPTED_LIMIT, 0)
+        queue: BoundedQueue[Peer] = BoundedQueue(ACCEPTED_LIMIT, 0)
         self._acceptors.append(queue)
-        return Feed(self._host.core, queue, self._acceptors.remove)
+        return SubscriptionQueue(self._host.core, queue, self._acceptors.remove)
 
     # -- the end
 

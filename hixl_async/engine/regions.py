@@ -7,7 +7,7 @@
       ├─────────────────────────────────────────────────▶│
       │                          region.get  the request │
       │◀─────────────────────────────────────────────────┤
-      │  region.card  the answer: a driver's card        │   from here on the owner's memory stays pinned
+      │  region.metadata  the answer: driver's metadata  │   from here on the owner's memory stays pinned
       ├─────────────────────────────────────────────────▶│
       │  region.down  the offer is taken back            │
       ├─────────────────────────────────────────────────▶│
@@ -46,7 +46,7 @@ __all__ = ["MAX_OFFERS", "Exports", "Imports"]
 
 #: The most regions that one peer may offer us.
 MAX_OFFERS = 4096
-#: The most regions that are imported at the same time: their cards carry descriptors, of which a connection queues few.
+#: The most regions that are imported at the same time: their metadata carries descriptors, of which a connection queues few.
 MOST_AT_ONCE = 16
 
 # Regions whose memory a peer may still write although our engine has ended; never given back (C7).
@@ -122,7 +122,7 @@ class Exports:
             if not isinstance(link, Link):
                 self._waiting[number] = self._session.spawn(self._give_later(call, number, link))
                 return
-            card, fds = memory.export(region, link.driver, int(access))
+            metadata, fds = memory.export(region, link.driver, int(access))
         except HixlError as error:
             self._rpc.fail(call, error)
             return
@@ -130,8 +130,8 @@ class Exports:
         if before is None:
             memory.pin(region)
         self._given[number] = _Export(region, access | (before.access if before else Access.NONE))
-        body = {"call": call, "driver": link.driver.name, "card": binary_text(card), "size": region.size}
-        self._session.tell("region.card", {**body, "access": int(access)}, fds)
+        body = {"call": call, "driver": link.driver.name, "metadata": binary_text(metadata), "size": region.size}
+        self._session.tell("region.metadata", {**body, "access": int(access)}, fds)
 
     def _route(self, region: Region) -> Link | asyncio.Future[DriverError | None]:
         """Return the first link that can carry the region, or the registration on which that depends."""
@@ -267,9 +267,9 @@ class Imports:
 
     async def _fetch(self, name: str, number: int) -> RemoteRegion:
         session = self._session
-        answer = await self._rpc.ask("region.get", {"id": number}, answer="region.card")
+        answer = await self._rpc.ask("region.get", {"id": number}, answer="region.metadata")
         try:
-            size, access, card = answer.number("size"), answer.number("access"), answer.card()
+            size, access, metadata = answer.number("size"), answer.number("access"), answer.metadata()
             link = self._links.get(answer.text("driver"))
             if link is None or size == 0 or not 0 < access <= Access.READ_WRITE:
                 raise ProtocolError(f"peer {session.name!r} answered region {name!r} with nonsense", peer=session.name)
@@ -279,7 +279,7 @@ class Imports:
             answer.drop()
         remote = RemoteRegion(name, Access(access))
         try:
-            await memory.import_remote(remote, link, card, fds, size, access)
+            await memory.import_remote(remote, link, metadata, fds, size, access)
             session.must_be_up()
             offer = self._offers.get(name)
             if offer is None or offer.number != number:

@@ -11,13 +11,13 @@ from ..core import in_flight
 from ..core.transfer import Transfer, wake
 from ..errors import ClosedError
 
-__all__ = ["Feed", "Queue"]
+__all__ = ["BoundedQueue", "SubscriptionQueue"]
 
 T = TypeVar("T")
 
 
-class Queue(Generic[T]):
-    """The writing end of a `Feed`.
+class BoundedQueue(Generic[T]):
+    """The writing end of a `SubscriptionQueue`.
 
     Whoever fills it refers to this end only, so that a feed that its reader has dropped, say by a ``break``, goes away.
     """
@@ -72,13 +72,13 @@ class Queue(Generic[T]):
             wake(self.waiter)
 
 
-class Feed(Generic[T]):
+class SubscriptionQueue(Generic[T]):
     """An async iterator over what arrives from the moment of the call on.
 
     It ends when it is closed, when the engine closes, or when nobody refers to it any more.
     """
 
-    def __init__(self, core: Core, queue: Queue[T], forget: Callable[[Queue[T]], None]) -> None:
+    def __init__(self, core: Core, queue: BoundedQueue[T], forget: Callable[[BoundedQueue[T]], None]) -> None:
         """
         :param forget: called once, when it ends: `queue` need not be filled any more.
         """

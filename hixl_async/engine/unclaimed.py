@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .peer import Peer
 
-__all__ = ["OVERHEAD", "ROOM", "Backlog", "weigh"]
+__all__ = ["OVERHEAD", "ROOM", "UnclaimedNotifications", "weigh"]
 
 #: Bytes that one queue, or the backlog, may hold: peers choose how much they send.
 ROOM = 16 << 20
@@ -68,7 +68,7 @@ class _Share:
                 yield number, self.peer, name, payload
 
 
-class Backlog:
+class UnclaimedNotifications:
     """What arrived for topics that nobody has subscribed to.
 
     When it is full, the peer that takes up most of it loses its oldest message, so that none can push out what others

@@ -50,7 +50,7 @@ enum {                       /* hxa_op.status, and negated the refusal of a call
     HXA_E_LINK = 7,          /* the link is down, or the peer is gone */
     HXA_E_CANCELLED = 8,     /* stopped by `cancel` before all bytes moved */
     HXA_E_TIMEOUT = 9,       /* the transport gave up waiting */
-    HXA_E_PROTOCOL = 10,     /* the peer's half of a card or ring is malformed */
+    HXA_E_PROTOCOL = 10,     /* the peer's half of the metadata, or its ring, is malformed */
     HXA_E_SYSTEM = 11        /* errno in `native` */
 };
 
@@ -72,14 +72,14 @@ enum {                                                   /* hxa_driver.caps */
     HXA_CAP_LOCAL_ANY = 1u << 0,      /* local sides need no registration (desc.lmem may be NULL) */
     HXA_CAP_ALLOC = 1u << 1,          /* mem_alloc */
     HXA_CAP_REGISTER = 1u << 2,       /* mem_register of memory that already exists */
-    HXA_CAP_SAME_HOST = 1u << 3,      /* links only to processes of this host; the data of a link's card begins with its
+    HXA_CAP_SAME_HOST = 1u << 3,      /* links only to processes of this host; the data of a link's metadata begins with its
                                        * maker's pid as uint32_t, which the core replaces before link_connect by the number
                                        * that the kernel has for the process at the other end of the control connection, or
                                        * by 0 where it has none: the two differ between pid namespaces */
     HXA_CAP_SIGNAL = 1u << 4,         /* batch.signal */
     HXA_CAP_NOTIFY = 1u << 5,         /* batch.topic / batch.note */
     HXA_CAP_CANCEL = 1u << 6,         /* cancel can stop an accepted op */
-    HXA_CAP_FDS = 1u << 7             /* cards may carry file descriptors */
+    HXA_CAP_FDS = 1u << 7             /* metadata may carry file descriptors */
 };
 
 /* ---- data ------------------------------------------------------------------------------------------------------------ */
@@ -123,14 +123,14 @@ typedef struct hxa_batch {    /* one unit of completion; the caller keeps it, an
     const void *note;
 } hxa_batch;
 
-enum { HXA_CARD_BYTES = 1024, HXA_CARD_FDS = 4, HXA_MESSAGE_BYTES = 40960 };
+enum { HXA_METADATA_BYTES = 1024, HXA_METADATA_FDS = 4, HXA_MESSAGE_BYTES = 40960 };
 
-typedef struct hxa_card {     /* metadata that one side needs of the other, carried by the control connection */
+typedef struct hxa_metadata {     /* metadata that one side needs of the other, carried by the control connection */
     uint32_t len;
     uint32_t nfds;
-    int fds[HXA_CARD_FDS];    /* of a filled card: the receiver owns and closes them */
-    uint8_t data[HXA_CARD_BYTES];
-} hxa_card;
+    int fds[HXA_METADATA_FDS];    /* of filled metadata: the receiver owns and closes them */
+    uint8_t data[HXA_METADATA_BYTES];
+} hxa_metadata;
 
 typedef struct hxa_option { const char *key, *value; } hxa_option;
 
@@ -192,24 +192,24 @@ typedef struct hxa_driver {
     void (*stats)(hxa_instance *self, hxa_stats *out);
     const char *(*error_text)(int32_t status, int32_t native);     /* static or thread-local text */
 
-    /* Memory.  rights is the most access that any peer may be given.  import needs a link that is up and owns the card's
+    /* Memory.  rights is the most access that any peer may be given.  import needs a link that is up and owns the metadata's
      * descriptors from the call on; once it has returned PENDING *mem needs mem_release, whatever becomes of the op.  A refusal of import or
      * connect may leave its reason in op->native.  alloc is the exception to T2: it returns an address, so it takes as
      * long as the transport's own allocation does. */
     int (*mem_alloc)(hxa_instance *self, uint64_t size, uint32_t rights, hxa_mem **mem, void **address);
     int (*mem_register)(hxa_instance *self, void *address, uint64_t size, uint32_t kind, uint32_t rights, hxa_mem **mem);
-    int (*mem_export)(hxa_mem *mem, uint32_t rights, hxa_card *card);
-    int (*mem_import)(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rights, hxa_mem **mem, hxa_op *op);
+    int (*mem_export)(hxa_mem *mem, uint32_t rights, hxa_metadata *metadata);
+    int (*mem_import)(hxa_link *link, const hxa_metadata *metadata, uint64_t size, uint32_t rights, hxa_mem **mem, hxa_op *op);
     void (*mem_release)(hxa_mem *mem);                 /* ours or imported; no op uses it any more */
 
-    /* Links.  new makes our half and its card; connect joins it with the peer's card; fd (or -1) is readable when poll has
+    /* Links.  new makes our half and its metadata; connect joins it with the peer's metadata; fd (or -1) is readable when poll has
      * work, and the core also polls once after connect.  stop ends our side: accepted ops of the link complete with HXA_E_LINK and
      * are released when no thread of ours touches their memory any more, then op finishes; new submits are refused.  dead, if
      * not 0, says that the peer's process is known to be gone, so nothing waits for it.  fence is done when the peer can no
      * longer touch memory of ours through this link (it may never come; stop with dead=1 ends it too).  free comes after stop
      * finished. */
-    int (*link_new)(hxa_instance *self, uint64_t cookie, hxa_link **link, hxa_card *card);
-    int (*link_connect)(hxa_link *link, const hxa_card *card, hxa_op *op);
+    int (*link_new)(hxa_instance *self, uint64_t cookie, hxa_link **link, hxa_metadata *metadata);
+    int (*link_connect)(hxa_link *link, const hxa_metadata *metadata, hxa_op *op);
     int (*link_fd)(hxa_link *link);
     int (*link_stop)(hxa_link *link, int dead, hxa_op *op);
     int (*link_fence)(hxa_link *link, hxa_op *op);

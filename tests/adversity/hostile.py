@@ -34,8 +34,8 @@ from puppet import (
     WANT_SPACE,
     Puppet,
     ShmEnd,
-    link_card,
-    mem_card,
+    link_metadata,
+    mem_metadata,
     segment,
     stage,
     text,
@@ -64,8 +64,8 @@ class Intruder:
 
     async def enter(self) -> None:
         for name in ("granted", "readable"):
-            card = await self.actor.get(name)
-            setattr(self, f"{name}_fd", card.fds[0])
+            metadata = await self.actor.get(name)
+            setattr(self, f"{name}_fd", metadata.fds[0])
         self.granted = mmap.mmap(self.granted_fd, 0)
         self.until = time.monotonic() + SECONDS
 
@@ -419,11 +419,11 @@ async def offer_bogus_regions(self: Intruder) -> int:
         fds = [segment(chance.choice([4096, 1 << 20]))] if kind != REGISTERED else []
         with contextlib.suppress(HixlError):
             self.actor.say(
-                "region.card",
+                "region.metadata",
                 fds=fds,
                 call=request.body["call"],
                 driver="shm",
-                card=text(mem_card(size, kind=kind, address=address)),
+                metadata=text(mem_metadata(size, kind=kind, address=address)),
                 size=size,
                 access=3,
             )
@@ -476,13 +476,13 @@ async def claim_a_pid(engine: Engine, address: str, pid: int, target: int) -> st
     offer = await actor.hear("link")
     link = actor.link = ShmEnd(offer.fds)
     actor._fds.clear()
-    actor.say("link", driver="shm", card=text(link_card(65536, own_pid=pid)), fds=link.fds)
+    actor.say("link", driver="shm", metadata=text(link_metadata(65536, own_pid=pid)), fds=link.fds)
     await actor.hear("ready")
     actor.say("ready")
     actor.say("region.up", id=1, name="stolen", size=64, access=3)
     request = await actor.hear("region.get")
-    card = text(mem_card(64, kind=REGISTERED, address=target))
-    actor.say("region.card", call=request.body["call"], driver="shm", card=card, size=64, access=3)
+    metadata = text(mem_metadata(64, kind=REGISTERED, address=target))
+    actor.say("region.metadata", call=request.body["call"], driver="shm", metadata=metadata, size=64, access=3)
     return (await actor.hear("region.gone", "goodbye")).kind
 
 

@@ -196,17 +196,17 @@ async def _intruding_reader(talk: Talk) -> None:
     await actor.up()
     worked = []
     for name in ("sealed", "shared"):
-        card = await actor.get(name)
-        assert mmap.mmap(card.fds[0], SIZE, mmap.MAP_SHARED, mmap.PROT_READ)[:4] == b"oooo"
-        for what, attempt in _attempts(card.fds[0], pid, where).items():
+        metadata = await actor.get(name)
+        assert mmap.mmap(metadata.fds[0], SIZE, mmap.MAP_SHARED, mmap.PROT_READ)[:4] == b"oooo"
+        for what, attempt in _attempts(metadata.fds[0], pid, where).items():
             try:
                 attempt()
             except (OSError, ValueError):
                 continue
             worked.append(f"{name}: {what}")
     actor.say("region.get", call=7, id=private)
-    if (await actor.hear("region.card", "failure")).kind != "failure":
-        worked.append("the private region's card")
+    if (await actor.hear("region.metadata", "failure")).kind != "failure":
+        worked.append("the private region's metadata")
     await actor.aclose()
     await talk.say("tried")
     assert not worked

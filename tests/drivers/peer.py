@@ -1,7 +1,7 @@
 """A second process for the conformance suite: an instance of the driver that does what the test tells it.
 
 The test's side is ``Peer``; run as a script, this file is the other side.  Messages are pickles on a Unix socket (both
-ends are this suite), cards bring their descriptors along.  While nobody asks for anything, the process polls its link
+ends are this suite), metadata bring their descriptors along.  While nobody asks for anything, the process polls its link
 as a loop would.
 """
 
@@ -26,16 +26,16 @@ import vtable as vt
 MESSAGE = 1 << 20
 
 
-def send(sock: socket.socket, value: Any, card: vt.CCard | None = None) -> None:
-    fds = list(card.fds[: card.nfds]) if card is not None else []
-    body = pickle.dumps((value, bytes(card.data[: card.len]) if card is not None else None))
+def send(sock: socket.socket, value: Any, metadata: vt.CMetadata | None = None) -> None:
+    fds = list(metadata.fds[: metadata.nfds]) if metadata is not None else []
+    body = pickle.dumps((value, bytes(metadata.data[: metadata.len]) if metadata is not None else None))
     socket.send_fds(sock, [body], fds)
-    if card is not None:
-        vt.drop(card)
+    if metadata is not None:
+        vt.drop(metadata)
 
 
-def receive(sock: socket.socket) -> tuple[Any, vt.CCard | None]:
-    body, fds, flags, _ = socket.recv_fds(sock, MESSAGE, vt.CARD_FDS)
+def receive(sock: socket.socket) -> tuple[Any, vt.CMetadata | None]:
+    body, fds, flags, _ = socket.recv_fds(sock, MESSAGE, vt.METADATA_FDS)
     if not body:
         raise EOFError
     assert not flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC)
@@ -44,10 +44,10 @@ def receive(sock: socket.socket) -> tuple[Any, vt.CCard | None]:
     value, data = pickle.loads(body)
     if data is None:
         return value, None
-    card = vt.CCard(len=len(data), nfds=len(fds))
-    card.data[: len(data)] = data
-    card.fds[: len(fds)] = fds
-    return value, card
+    metadata = vt.CMetadata(len=len(data), nfds=len(fds))
+    metadata.data[: len(data)] = data
+    metadata.fds[: len(fds)] = fds
+    return value, metadata
 
 
 class Peer:
@@ -77,21 +77,21 @@ class Peer:
             ours.close()
             raise
 
-    def ask(self, what: str, card: vt.CCard | None = None, **arguments: Any) -> None:
-        send(self.sock, (what, arguments), card)
+    def ask(self, what: str, metadata: vt.CMetadata | None = None, **arguments: Any) -> None:
+        send(self.sock, (what, arguments), metadata)
 
     def answer(self) -> Any:
         end = time.monotonic() + vt.DEADLINE
         while not select.select([self.sock], [], [], 0.002)[0] and time.monotonic() < end:
             for link in self.links:
                 link.take()
-        (ok, value), card = receive(self.sock)
+        (ok, value), metadata = receive(self.sock)
         if not ok:
             raise AssertionError(f"in the peer: {value}")
-        return card if card is not None else value
+        return metadata if metadata is not None else value
 
-    def call(self, what: str, card: vt.CCard | None = None, **arguments: Any) -> Any:
-        self.ask(what, card, **arguments)
+    def call(self, what: str, metadata: vt.CMetadata | None = None, **arguments: Any) -> Any:
+        self.ask(what, metadata, **arguments)
         return self.answer()
 
     def join(self, instance: vt.Instance) -> vt.Link:
@@ -99,7 +99,7 @@ class Peer:
         link = instance.link(1 + len(instance.links))
         self.attach(link)
         link.connect(self.call("link"))
-        self.call("connect", link.card)
+        self.call("connect", link.metadata)
         return link
 
     def attach(self, link: vt.Link) -> None:
@@ -160,13 +160,13 @@ class Server:
     def ready(self) -> bool:
         return True
 
-    def link(self) -> vt.CCard:
+    def link(self) -> vt.CMetadata:
         self.made = self.instance.link()
         self.made.other = self.wire
-        return self.made.card
+        return self.made.metadata
 
-    def connect(self, card: vt.CCard) -> None:
-        self.made.connect(card)
+    def connect(self, metadata: vt.CMetadata) -> None:
+        self.made.connect(metadata)
 
     def polling(self, on: bool) -> None:
         self.quiet = not on
@@ -195,11 +195,11 @@ class Server:
         self.memories.append(memory)
         return len(self.memories) - 1
 
-    def export(self, memory: int, rights: int) -> vt.CCard:
+    def export(self, memory: int, rights: int) -> vt.CMetadata:
         return self.memories[memory].export(rights)
 
-    def load(self, card: vt.CCard, size: int, rights: int) -> int:
-        memory = self.made.load(card, size, rights)
+    def load(self, metadata: vt.CMetadata, size: int, rights: int) -> int:
+        memory = self.made.load(metadata, size, rights)
         memory.op.ok(self.made)
         return self.remember(memory)
 
@@ -281,13 +281,13 @@ class Server:
             if sock.fileno() not in readable:
                 continue
             try:
-                (what, arguments), card = receive(sock)
+                (what, arguments), metadata = receive(sock)
             except EOFError:
                 return
             try:
-                answer = getattr(self, what)(*([card] if card is not None else []), **arguments)
-                card = answer if isinstance(answer, vt.CCard) else None
-                send(sock, (True, None if card is not None else answer), card)
+                answer = getattr(self, what)(*([metadata] if metadata is not None else []), **arguments)
+                metadata = answer if isinstance(answer, vt.CMetadata) else None
+                send(sock, (True, None if metadata is not None else answer), metadata)
             except (vt.DriverError, AssertionError) as error:
                 send(sock, (False, repr(error)))
 

@@ -157,13 +157,13 @@ def test_import_refusals(pair) -> None:
     refused((vt.PROTOCOL, vt.RANGE), left.load, memory.export(MAY_READ), 1 << 40, MAY_READ)
     refused((vt.INVALID, vt.PROTOCOL), left.load, memory.export(MAY_READ), 0, MAY_READ)
     refused(vt.INVALID, left.load, memory.export(MAY_READ), 8192, 0)
-    card = memory.export(MAY_READ)
-    card.len -= 1
-    refused(vt.PROTOCOL, left.load, card, 8192, MAY_READ)
-    card = memory.export(MAY_READ)
-    c.memset(card.data, 0xA5, card.len)
-    refused((vt.PROTOCOL, vt.RIGHTS), left.load, card, 8192, MAY_READ)
-    refused(vt.PROTOCOL, left.load, vt.CCard(len=0), 8192, MAY_READ)
+    metadata = memory.export(MAY_READ)
+    metadata.len -= 1
+    refused(vt.PROTOCOL, left.load, metadata, 8192, MAY_READ)
+    metadata = memory.export(MAY_READ)
+    c.memset(metadata.data, 0xA5, metadata.len)
+    refused((vt.PROTOCOL, vt.RIGHTS), left.load, metadata, 8192, MAY_READ)
+    refused(vt.PROTOCOL, left.load, vt.CMetadata(len=0), 8192, MAY_READ)
     assert left.instance.stats().memories == 0
     left.imported(memory)  # and it goes on working
 
@@ -191,31 +191,31 @@ def test_memory_of_one_link_is_nothing_on_another(open_instance) -> None:
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
-def test_card_is_small_and_carries_what_it_says(open_instance) -> None:
+def test_metadata_is_small_and_carries_what_it_says(open_instance) -> None:
     link = open_instance().link()
-    assert 0 < link.card.len <= vt.CARD_BYTES
-    assert link.card.nfds <= vt.CARD_FDS
-    assert vt.has(open_instance.driver, "FDS") or link.card.nfds == 0
+    assert 0 < link.metadata.len <= vt.METADATA_BYTES
+    assert link.metadata.nfds <= vt.METADATA_FDS
+    assert vt.has(open_instance.driver, "FDS") or link.metadata.nfds == 0
 
 
 @pytest.mark.needs("SAME_HOST")
-def test_link_card_begins_with_the_pid(open_instance) -> None:
+def test_link_metadata_begins_with_the_pid(open_instance) -> None:
     link = open_instance().link()
-    assert int.from_bytes(bytes(link.card.data[:4]), sys.byteorder) == os.getpid()
+    assert int.from_bytes(bytes(link.metadata.data[:4]), sys.byteorder) == os.getpid()
 
 
 def test_connect_refuses_garbage(open_instance) -> None:
     a, b = open_instance(), open_instance()
     for spoil in ("empty", "short", "magic"):
         left, right = a.link(1 + len(a.links)), b.link(50 + len(b.links))
-        card = right.card
+        metadata = right.metadata
         if spoil == "short":
-            card.len -= 1
+            metadata.len -= 1
         elif spoil == "magic":
-            c.memset(card.data, 0x5A, card.len)
+            c.memset(metadata.data, 0x5A, metadata.len)
         else:
-            card = vt.CCard()
-        refused(vt.PROTOCOL, left.connect, card)
+            metadata = vt.CMetadata()
+        refused(vt.PROTOCOL, left.connect, metadata)
         if vt.has(open_instance.driver, "NOTIFY"):
             refused(vt.LINK, left.note, b"t")
 

@@ -194,14 +194,14 @@ def test_killed_with_notes_waiting_for_it(peer: Peer, link: vt.Link) -> None:
 def test_killed_before_connect(peer: Peer, instance: vt.Instance) -> None:
     link = instance.link()
     peer.attach(link)
-    card = peer.call("link")
+    metadata = peer.call("link")
     peer.kill()
     if vt.relies_on_control(link.vt):
         with pytest.raises(vt.DriverError) as caught:
-            link.connect(card)
+            link.connect(metadata)
         assert caught.value.status == vt.LINK
     else:
-        link.connect(card)
+        link.connect(metadata)
         assert_down(link)
 
 

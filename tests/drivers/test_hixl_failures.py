@@ -215,11 +215,11 @@ def test_a_link_that_a_heartbeat_took_down(opened: Maker, sim: Sim) -> None:
 def test_no_listener(opened: Maker) -> None:
     a, b = opened(), opened()
     left, right = a.link(), b.link()
-    card = vt.CCard.from_buffer_copy(right.card)
+    metadata = vt.CMetadata.from_buffer_copy(right.metadata)
     right.stop().wait()
     b.close()
     with pytest.raises(vt.DriverError) as caught:
-        left.connect(card)
+        left.connect(metadata)
     assert caught.value.status == vt.LINK
     assert caught.value.native != 0
 
@@ -246,7 +246,7 @@ def test_a_link_that_blocks_does_not_stall_others(opened: Maker, sim: Sim, call:
         left, right = a.link(50), opened().link(51)
         left.other, right.other = right, left
         slow = vt.Op(a)
-        slow.accepted("link_connect", a.vt.link_connect(left.handle, c.byref(right.card), slow.pointer))
+        slow.accepted("link_connect", a.vt.link_connect(left.handle, c.byref(right.metadata), slow.pointer))
     sizes = [1, 4096, MIB // 2]
     for i in range(20):
         free.write(0, 0, sizes[i % 3]).ok(free.left)
@@ -310,10 +310,10 @@ def test_an_engine_that_accepts_and_never_answers(opened: Maker, via: str) -> No
     with Mute() as mute:
         left, right = a.link(50), free.right.instance.link(51)
         left.other, right.other = right, left
-        size = right.card.len
-        right.card.data[size - 64 : size] = mute.address.encode().ljust(64, b"\0")
+        size = right.metadata.len
+        right.metadata.data[size - 64 : size] = mute.address.encode().ljust(64, b"\0")
         joining = vt.Op(a)
-        joining.accepted("link_connect", a.vt.link_connect(left.handle, c.byref(right.card), joining.pointer))
+        joining.accepted("link_connect", a.vt.link_connect(left.handle, c.byref(right.metadata), joining.pointer))
         threading.Event().wait(0.3)
         free.write(0, 0, free.size).ok(free.left)
         assert not joining.released, "HIXL's time is up, but it waits"

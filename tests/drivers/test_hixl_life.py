@@ -1,4 +1,4 @@
-"""Links and instances of the hixl driver: cards, threads, the end."""
+"""Links and instances of the hixl driver: metadata, threads, the end."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def test_connect_by_the_asynchronous_form(opened: Maker, sim: Sim) -> None:
     world.left.submit(WRITE, [(world.here, 0, world.left.imported(there), 0, 4096)]).ok(world.left)
     assert there.view == world.here.view[:4096]
     left, right = opened(connect_via="async").link(), opened().link()
-    card = vt.CCard.from_buffer_copy(right.card)
+    metadata = vt.CMetadata.from_buffer_copy(right.metadata)
     right.stop().wait()
     right.instance.close()
     with pytest.raises(vt.DriverError):
-        left.connect(card)
+        left.connect(metadata)
 
 
 def test_a_link_to_itself_is_refused(opened: Maker) -> None:
     instance = opened()
     left, right = instance.link(1), instance.link(2)
     with pytest.raises(vt.DriverError) as caught:
-        left.connect(right.card)
+        left.connect(right.metadata)
     assert caught.value.status == vt.INVALID
 
 
@@ -49,41 +49,41 @@ def test_a_link_to_itself_is_refused(opened: Maker) -> None:
     "address", ["127.0.0.1", "127.0.0.1:0", "localhost:80", "127.0.0.1:99999", "[::1:80", "a" * 64]
 )
 @only("cs")
-def test_a_card_with_no_address(opened: Maker, address: str) -> None:
+def test_a_metadata_with_no_address(opened: Maker, address: str) -> None:
     left, right = opened().link(), opened().link()
-    size = right.card.len
-    right.card.data[size - 64 : size] = address.encode().ljust(64, b"\0")[:64]
+    size = right.metadata.len
+    right.metadata.data[size - 64 : size] = address.encode().ljust(64, b"\0")[:64]
     with pytest.raises(vt.DriverError) as caught:
-        left.connect(right.card)
+        left.connect(right.metadata)
     assert caught.value.status == vt.PROTOCOL
 
 
 @pytest.mark.parametrize("what", ["shorter", "longer", "version", "magic", "no back-end", "unknown back-end"])
 @only("comm")
-def test_a_card_of_another_make(opened: Maker, what: str) -> None:
-    """A driver of another version, or no driver at all: no field of the card is trusted."""
+def test_a_metadata_of_another_make(opened: Maker, what: str) -> None:
+    """A driver of another version, or no driver at all: no field of the metadata is trusted."""
     left, right = opened().link(), opened().link()
-    card = right.card
-    before = bytes(card.data[: card.len])
+    metadata = right.metadata
+    before = bytes(metadata.data[: metadata.len])
     fields = list(struct.unpack("=IIQQQIHH64s", before))
     assert fields[7] == 1
     changes = {"magic": (0, 1), "version": (1, fields[1] + 1), "no back-end": (7, 0), "unknown back-end": (7, 4)}
     if what in changes:
         at, value = changes[what]
         fields[at] = value
-        card.data[: card.len] = struct.pack("=IIQQQIHH64s", *fields)
+        metadata.data[: metadata.len] = struct.pack("=IIQQQIHH64s", *fields)
     else:
-        card.len += -8 if what == "shorter" else 8
+        metadata.len += -8 if what == "shorter" else 8
     with pytest.raises(vt.DriverError) as caught:
-        left.connect(card)
+        left.connect(metadata)
     assert caught.value.status == vt.PROTOCOL
 
 
 @pytest.mark.parametrize("what", ["shorter", "longer", "magic", "version", "token", "number", "kind", "end"])
 @only("comm")
-def test_a_card_of_memory_of_another_make(world: World, what: str) -> None:
-    card = world.there.export(MAY_READ)
-    fields = list(struct.unpack("=IIQQQQII", bytes(card.data[: card.len])))
+def test_a_metadata_of_memory_of_another_make(world: World, what: str) -> None:
+    metadata = world.there.export(MAY_READ)
+    fields = list(struct.unpack("=IIQQQQII", bytes(metadata.data[: metadata.len])))
     assert fields[3:5] == [world.there.address, world.size]
     changes = {
         "magic": (0, 1), "version": (1, 99), "token": (2, 1), "number": (5, 0), "kind": (6, 2), "end": (4, (1 << 64) - 1)
@@ -91,11 +91,11 @@ def test_a_card_of_memory_of_another_make(world: World, what: str) -> None:
     if what in changes:
         at, value = changes[what]
         fields[at] = value
-        card.data[: card.len] = struct.pack("=IIQQQQII", *fields)
+        metadata.data[: metadata.len] = struct.pack("=IIQQQQII", *fields)
     else:
-        card.len += -8 if what == "shorter" else 8
+        metadata.len += -8 if what == "shorter" else 8
     with pytest.raises(vt.DriverError) as caught:
-        world.left.load(card, 4096, MAY_READ)
+        world.left.load(metadata, 4096, MAY_READ)
     assert caught.value.status == vt.PROTOCOL
 
 
@@ -106,7 +106,7 @@ def test_peers_of_different_back_ends(sim: Sim, ours: str, theirs: str) -> None:
         a, b = (vt.Instance(vt.load("hixl"), {"library": str(sim.root), "backend": word}) for word in (ours, theirs))
         left, right = a.link(), b.link()
         with pytest.raises(vt.DriverError) as caught:
-            left.connect(right.card)
+            left.connect(right.metadata)
         assert caught.value.status == vt.UNSUPPORTED
         text = a.vt.error_text(caught.value.status, caught.value.native).decode()
         assert f"is {ours} here and {theirs} at the peer" in text

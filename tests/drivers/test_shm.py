@@ -343,8 +343,8 @@ def test_a_number_that_is_not_the_peers_own(open_instance) -> None:
     """The kernel's number leads to another process than the one that made the link: its memory is not what is offered."""
     a, b = open_instance(), open_instance()
     left, right = a.link(1), b.link(2)
-    right.card.data[16] ^= 1
-    left.connect(right.card)
+    right.metadata.data[16] ^= 1
+    left.connect(right.metadata)
     with pytest.raises(vt.DriverError) as caught:
         left.imported(b.register((c.c_uint8 * 64)()))
     assert (caught.value.status, caught.value.native) == (vt.RIGHTS, errno.ESRCH)
@@ -355,9 +355,9 @@ def test_a_pid_that_is_not_the_peers(open_instance, pid: int) -> None:
     """The core writes the kernel's number, or 0; a process that is not the one that made the link is found out."""
     a, b = open_instance(), open_instance()
     left, right = a.link(1), b.link(2)
-    right.card.data[:4] = pid.to_bytes(4, "little")
-    left.connect(right.card)
-    right.connect(left.card)
+    right.metadata.data[:4] = pid.to_bytes(4, "little")
+    left.connect(right.metadata)
+    right.connect(left.metadata)
     buffer = (c.c_uint8 * 64)()
     memory = b.register(buffer)
     with pytest.raises(vt.DriverError) as caught:

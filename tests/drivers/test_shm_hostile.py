@@ -58,22 +58,24 @@ def segment(size: int, *, seals: int | None = SHRINK | GROW | SEAL, allocate: bo
     return fd
 
 
-def link_card(fds: list[int], capacity: int = 65536, *, magic: int = LINK_MAGIC, version: int = VERSION) -> vt.CCard:
+def link_metadata(
+    fds: list[int], capacity: int = 65536, *, magic: int = LINK_MAGIC, version: int = VERSION
+) -> vt.CMetadata:
     data = struct.pack("<IIIIII", os.getpid(), magic, version, capacity, 0, 0)
-    card = vt.CCard(len=len(data), nfds=len(fds))
-    card.data[: len(data)] = data
-    card.fds[: len(fds)] = fds
-    return card
+    metadata = vt.CMetadata(len=len(data), nfds=len(fds))
+    metadata.data[: len(data)] = data
+    metadata.fds[: len(fds)] = fds
+    return metadata
 
 
-def mem_card(
+def mem_metadata(
     fds: list[int], size: int, *, kind: int = 1, rights: int = 3, address: int = 0, magic: int = MEM_MAGIC
-) -> vt.CCard:
+) -> vt.CMetadata:
     data = struct.pack("<IIIIQQ", magic, VERSION, kind, rights, size, address)
-    card = vt.CCard(len=len(data), nfds=len(fds))
-    card.data[: len(data)] = data
-    card.fds[: len(fds)] = fds
-    return card
+    metadata = vt.CMetadata(len=len(data), nfds=len(fds))
+    metadata.data[: len(data)] = data
+    metadata.fds[: len(fds)] = fds
+    return metadata
 
 
 class Half:
@@ -100,16 +102,16 @@ class Hostile:
 
     def __init__(self, instance: vt.Instance, capacity: int = 65536) -> None:
         self.link = instance.link(1 + len(instance.links))
-        card = self.link.card
-        self.theirs = Half(card.fds[0])
-        self.segment = os.dup(card.fds[0])
-        self.their_bell = os.dup(card.fds[1])  # the read end that the victim passed us
+        metadata = self.link.metadata
+        self.theirs = Half(metadata.fds[0])
+        self.segment = os.dup(metadata.fds[0])
+        self.their_bell = os.dup(metadata.fds[1])  # the read end that the victim passed us
         fd = segment(PAGE + capacity)
         self.ours = Half(fd)
         self.ours[MAGIC], self.ours[CAPACITY], self.ours[ARMED] = HALF_MAGIC, capacity, 1
         read_end, self.bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.read_end = os.dup(read_end)  # of our pipe: shared with the victim
-        self.link.connect(link_card([fd, read_end], capacity))
+        self.link.connect(link_metadata([fd, read_end], capacity))
 
     def ring(self, n: int = 1) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -195,31 +197,31 @@ def test_import_of_strange_descriptors(open_instance) -> None:
         for what, fd in strange_descriptors(tmp):
             for rights in (MAY_READ, MAY_WRITE):
                 try:
-                    refused((vt.PROTOCOL,), left.load, mem_card([os.dup(fd)], 65536 + PAGE), 65536 + PAGE, rights)
+                    refused((vt.PROTOCOL,), left.load, mem_metadata([os.dup(fd)], 65536 + PAGE), 65536 + PAGE, rights)
                 except AssertionError as error:
                     raise AssertionError(f"{what}: {error}") from None
             os.close(fd)
-    refused((vt.PROTOCOL,), left.load, mem_card([], PAGE), PAGE, MAY_READ)
-    refused((vt.PROTOCOL,), left.load, mem_card([-1], PAGE), PAGE, MAY_READ)
-    refused((vt.PROTOCOL,), left.load, mem_card([segment(PAGE), segment(PAGE)], PAGE), PAGE, MAY_READ)
+    refused((vt.PROTOCOL,), left.load, mem_metadata([], PAGE), PAGE, MAY_READ)
+    refused((vt.PROTOCOL,), left.load, mem_metadata([-1], PAGE), PAGE, MAY_READ)
+    refused((vt.PROTOCOL,), left.load, mem_metadata([segment(PAGE), segment(PAGE)], PAGE), PAGE, MAY_READ)
     assert left.instance.stats().memories == 0
     left.imported(right.instance.alloc(PAGE))
 
 
-def test_import_of_lying_cards(open_instance) -> None:
+def test_import_of_lying_metadata(open_instance) -> None:
     left, _ = open_instance.pair()
     top = (1 << 64) - 1
     for size in (top, top - PAGE + 1, 1 << 63, 1 << 48, PAGE + 1):
-        refused((vt.PROTOCOL, vt.NOMEM), left.load, mem_card([segment(PAGE)], size), size, MAY_READ)
-    refused((vt.PROTOCOL,), left.load, mem_card([segment(PAGE)], PAGE, kind=9), PAGE, MAY_READ)
-    refused((vt.PROTOCOL,), left.load, mem_card([segment(PAGE)], PAGE, magic=1), PAGE, MAY_READ)
-    refused((vt.PROTOCOL,), left.load, mem_card([segment(PAGE)], PAGE, kind=2, address=4096), PAGE, MAY_READ)
-    refused((vt.PROTOCOL, vt.RIGHTS), left.load, mem_card([], PAGE, kind=2), PAGE, MAY_READ)
-    refused((vt.PROTOCOL, vt.RIGHTS), left.load, mem_card([], PAGE, kind=2, address=top - 5), PAGE, MAY_READ)
+        refused((vt.PROTOCOL, vt.NOMEM), left.load, mem_metadata([segment(PAGE)], size), size, MAY_READ)
+    refused((vt.PROTOCOL,), left.load, mem_metadata([segment(PAGE)], PAGE, kind=9), PAGE, MAY_READ)
+    refused((vt.PROTOCOL,), left.load, mem_metadata([segment(PAGE)], PAGE, magic=1), PAGE, MAY_READ)
+    refused((vt.PROTOCOL,), left.load, mem_metadata([segment(PAGE)], PAGE, kind=2, address=4096), PAGE, MAY_READ)
+    refused((vt.PROTOCOL, vt.RIGHTS), left.load, mem_metadata([], PAGE, kind=2), PAGE, MAY_READ)
+    refused((vt.PROTOCOL, vt.RIGHTS), left.load, mem_metadata([], PAGE, kind=2, address=top - 5), PAGE, MAY_READ)
     reader = segment(PAGE)
     reopened = os.open(f"/proc/self/fd/{reader}", os.O_RDONLY | os.O_CLOEXEC)
     os.close(reader)
-    refused((vt.PROTOCOL, vt.RIGHTS), left.load, mem_card([reopened], PAGE), PAGE, MAY_WRITE)
+    refused((vt.PROTOCOL, vt.RIGHTS), left.load, mem_metadata([reopened], PAGE), PAGE, MAY_WRITE)
 
 
 def reopened_pipe(flags: int) -> int:
@@ -237,10 +239,10 @@ def test_connect_to_strange_descriptors(open_instance, nowait: int) -> None:
     instance = open_instance(nowait=nowait)
     cookies = iter(range(1, 1000))
 
-    def connect(card: vt.CCard) -> None:
+    def connect(metadata: vt.CMetadata) -> None:
         link = instance.link(next(cookies))
         try:
-            link.connect(card)
+            link.connect(metadata)
         finally:
             link.free()
 
@@ -259,35 +261,35 @@ def test_connect_to_strange_descriptors(open_instance, nowait: int) -> None:
     with tempfile.TemporaryDirectory() as tmp:
         for what, fd in strange_descriptors(tmp):
             try:
-                refused((vt.PROTOCOL,), connect, link_card([os.dup(fd), pipe()]))
+                refused((vt.PROTOCOL,), connect, link_metadata([os.dup(fd), pipe()]))
                 if what != "a pipe":
-                    refused((vt.PROTOCOL,), connect, link_card([half(), os.dup(fd)]))
+                    refused((vt.PROTOCOL,), connect, link_metadata([half(), os.dup(fd)]))
             except AssertionError as error:
                 raise AssertionError(f"{what}: {error}") from None
             os.close(fd)
         named = os.path.join(tmp, "fifo")
         os.mkfifo(named)
-        refused((vt.PROTOCOL,), connect, link_card([half(), os.open(named, os.O_RDONLY | os.O_NONBLOCK)]))
+        refused((vt.PROTOCOL,), connect, link_metadata([half(), os.open(named, os.O_RDONLY | os.O_NONBLOCK)]))
     write_end = os.pipe2(os.O_CLOEXEC)
     os.close(write_end[0])
-    refused((vt.PROTOCOL,), connect, link_card([half(), write_end[1]]))
-    refused((vt.PROTOCOL,), connect, link_card([half(), reopened_pipe(os.O_RDWR)]))
+    refused((vt.PROTOCOL,), connect, link_metadata([half(), write_end[1]]))
+    refused((vt.PROTOCOL,), connect, link_metadata([half(), reopened_pipe(os.O_RDWR)]))
     if nowait:  # without it the driver reopens the pipe itself, so that this one is like any other
-        refused((vt.PROTOCOL,), connect, link_card([half(), reopened_pipe(os.O_RDONLY)]))
-    refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], 65536 - 16))
-    refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], 0))
-    refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], 1 << 31))
-    refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], 131072))
-    refused((vt.PROTOCOL,), connect, link_card([half(4096), pipe()], 65536))
-    refused((vt.PROTOCOL,), connect, link_card([half(magic=3), pipe()]))
-    refused((vt.PROTOCOL,), connect, link_card([half(), pipe()], version=1))
-    refused((vt.PROTOCOL,), connect, link_card([half()]))
-    refused((vt.PROTOCOL,), connect, link_card([half(), pipe(), pipe()]))
+        refused((vt.PROTOCOL,), connect, link_metadata([half(), reopened_pipe(os.O_RDONLY)]))
+    refused((vt.PROTOCOL,), connect, link_metadata([half(), pipe()], 65536 - 16))
+    refused((vt.PROTOCOL,), connect, link_metadata([half(), pipe()], 0))
+    refused((vt.PROTOCOL,), connect, link_metadata([half(), pipe()], 1 << 31))
+    refused((vt.PROTOCOL,), connect, link_metadata([half(), pipe()], 131072))
+    refused((vt.PROTOCOL,), connect, link_metadata([half(4096), pipe()], 65536))
+    refused((vt.PROTOCOL,), connect, link_metadata([half(magic=3), pipe()]))
+    refused((vt.PROTOCOL,), connect, link_metadata([half(), pipe()], version=1))
+    refused((vt.PROTOCOL,), connect, link_metadata([half()]))
+    refused((vt.PROTOCOL,), connect, link_metadata([half(), pipe(), pipe()]))
     reopened = half()
     reader = os.open(f"/proc/self/fd/{reopened}", os.O_RDONLY | os.O_CLOEXEC)
     os.close(reopened)
-    refused((vt.PROTOCOL,), connect, link_card([reader, pipe()]))
-    connect(link_card([half(), pipe()]))
+    refused((vt.PROTOCOL,), connect, link_metadata([reader, pipe()]))
+    connect(link_metadata([half(), pipe()]))
 
 
 def page_that_never_comes() -> tuple[int, int]:
@@ -316,14 +318,14 @@ def test_connecting_reads_no_memory_of_the_peer(open_instance, version: int) -> 
     half.memory.close()
     link = instance.link(1)
     data = struct.pack("<IIIIQQ", os.getpid(), LINK_MAGIC, version, 65536, 1, at)
-    card = vt.CCard(len=len(data), nfds=2)
-    card.data[: len(data)], card.fds[:2] = data, [fd, read_end]
+    metadata = vt.CMetadata(len=len(data), nfds=2)
+    metadata.data[: len(data)], metadata.fds[:2] = data, [fd, read_end]
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10)
         try:
-            link.connect(card)
+            link.connect(metadata)
         except vt.DriverError as error:
             os._exit(error.status)
         os._exit(0)
@@ -335,7 +337,7 @@ def test_connecting_reads_no_memory_of_the_peer(open_instance, version: int) -> 
 def test_connect_twice(open_instance) -> None:
     a, b, d = open_instance(), open_instance(), open_instance()
     left, _ = vt.join(a, b)
-    refused((vt.INVALID,), left.connect, d.link(5).card)
+    refused((vt.INVALID,), left.connect, d.link(5).metadata)
 
 
 # ---- the notification ring -------------------------------------------------------------------------------------------
@@ -598,27 +600,27 @@ def test_holes_punched_into_the_half(hostile: Hostile) -> None:
 def test_a_grant_can_not_be_resized(open_instance) -> None:
     memory = open_instance().alloc(2 * PAGE)
     for rights in (MAY_READ, MAY_WRITE):
-        card = memory.export(rights)
+        metadata = memory.export(rights)
         for size in (0, PAGE, 3 * PAGE):
             with pytest.raises(OSError, match=r"Operation not permitted|Invalid argument"):
-                os.ftruncate(card.fds[0], size)
+                os.ftruncate(metadata.fds[0], size)
         with pytest.raises(PermissionError):
-            fcntl.fcntl(card.fds[0], F_ADD_SEALS, 8)
-        vt.drop(card)
+            fcntl.fcntl(metadata.fds[0], F_ADD_SEALS, 8)
+        vt.drop(metadata)
     assert memory.view[:] == bytes(2 * PAGE)
 
 
 def test_holes_punched_into_a_region_while_it_is_used(open_instance) -> None:
     """The owner punches holes into its own region while we copy: zeros come, no SIGBUS."""
     world = World(*open_instance.pair(), size=8 * MIB)
-    card = world.there.export(MAY_WRITE)
+    metadata = world.there.export(MAY_WRITE)
     libc = c.CDLL(None, use_errno=True)
     ops = []
     for i in range(20):
         ops.append(world.write(0, 0, 8 * MIB) if i % 2 else world.read(0, 0, 8 * MIB))
-        assert libc.fallocate(card.fds[0], 3, c.c_long(i * 65536), c.c_long(65536)) == 0
+        assert libc.fallocate(metadata.fds[0], 3, c.c_long(i * 65536), c.c_long(65536)) == 0
         ops[-1].ok()
-    vt.drop(card)
+    vt.drop(metadata)
 
 
 def test_guard_around_a_region(open_instance) -> None:

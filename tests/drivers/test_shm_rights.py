@@ -119,9 +119,9 @@ def owner(driver: vt.CDriver, allowed: int, granted: int, sock: socket.socket) -
 
 
 def reader(sock: socket.socket) -> dict[str, str]:
-    pid, card = receive(sock)
+    pid, metadata = receive(sock)
     done = {}
-    tries = attempts(card.fds[0])
+    tries = attempts(metadata.fds[0])
     if pid != os.getpid():
         tries["the owner's descriptor in /proc"] = lambda: os.listdir(f"/proc/{pid}/fd")
         tries["the owner's memory"] = lambda: os.open(f"/proc/{pid}/mem", os.O_RDWR)
@@ -152,7 +152,7 @@ def use(driver: vt.CDriver, what: str, sock: socket.socket) -> str:
     """One side of a link between two users; the reader imports, the owner exports."""
     with vt.Instance(driver) as instance:
         link = instance.link()
-        send(sock, None, link.card)
+        send(sock, None, link.metadata)
         link.connect(receive(sock)[1])
         if what == "owner":
             memory = instance.alloc(SIZE, MAY_READ | MAY_WRITE)
@@ -205,7 +205,7 @@ def test_old_kernels_doorbell_between_two_users(driver: vt.CDriver) -> None:
     def side(sock: socket.socket) -> str:
         with vt.Instance(driver, {"nowait": "0"}) as instance:
             link = instance.link()
-            send(sock, None, link.card)
+            send(sock, None, link.metadata)
             link.connect(receive(sock)[1])
             link.note(b"t", b"x").ok(link)
             instance.until(link.notes, link)

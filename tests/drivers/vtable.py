@@ -33,7 +33,7 @@ MAY_READ, MAY_WRITE = 1, 2
 HOST, DEVICE = 0, 1
 CAPS = ("LOCAL_ANY", "ALLOC", "REGISTER", "SAME_HOST", "SIGNAL", "NOTIFY", "CANCEL", "FDS")
 NOTE, SIGNAL, LINK_DOWN, LOG, MESSAGE = 1, 2, 3, 4, 5
-CARD_BYTES, CARD_FDS, MESSAGE_BYTES = 1024, 4, 40960
+METADATA_BYTES, METADATA_FDS, MESSAGE_BYTES = 1024, 4, 40960
 DEADLINE = 20.0  # seconds until a wait fails; nothing takes that long unless it hangs
 
 
@@ -78,12 +78,12 @@ class CBatch(c.Structure):
     )
 
 
-class CCard(c.Structure):
+class CMetadata(c.Structure):
     _fields_ = (
         ("len", c.c_uint32),
         ("nfds", c.c_uint32),
-        ("fds", c.c_int * CARD_FDS),
-        ("data", c.c_uint8 * CARD_BYTES),
+        ("fds", c.c_int * METADATA_FDS),
+        ("data", c.c_uint8 * METADATA_BYTES),
     )
 
 
@@ -137,11 +137,11 @@ FUNCTIONS: dict[str, Any] = {
     "error_text": (c.c_char_p, c.c_int32, c.c_int32),
     "mem_alloc": (c.c_int, HANDLE, c.c_uint64, c.c_uint32, OUT, OUT),
     "mem_register": (c.c_int, HANDLE, c.c_void_p, c.c_uint64, c.c_uint32, c.c_uint32, OUT),
-    "mem_export": (c.c_int, HANDLE, c.c_uint32, c.POINTER(CCard)),
-    "mem_import": (c.c_int, HANDLE, c.POINTER(CCard), c.c_uint64, c.c_uint32, OUT, OP),
+    "mem_export": (c.c_int, HANDLE, c.c_uint32, c.POINTER(CMetadata)),
+    "mem_import": (c.c_int, HANDLE, c.POINTER(CMetadata), c.c_uint64, c.c_uint32, OUT, OP),
     "mem_release": (None, HANDLE),
-    "link_new": (c.c_int, HANDLE, c.c_uint64, OUT, c.POINTER(CCard)),
-    "link_connect": (c.c_int, HANDLE, c.POINTER(CCard), OP),
+    "link_new": (c.c_int, HANDLE, c.c_uint64, OUT, c.POINTER(CMetadata)),
+    "link_connect": (c.c_int, HANDLE, c.POINTER(CMetadata), OP),
     "link_fd": (c.c_int, HANDLE),
     "link_stop": (c.c_int, HANDLE, c.c_int, OP),
     "link_fence": (c.c_int, HANDLE, OP),
@@ -181,7 +181,7 @@ class CDriver(c.Structure):
 
 # The mirror by the names of the header.
 STRUCTS = {
-    "hxa_op": COp, "hxa_desc": CDesc, "hxa_batch": CBatch, "hxa_card": CCard, "hxa_option": COption,
+    "hxa_op": COp, "hxa_desc": CDesc, "hxa_batch": CBatch, "hxa_metadata": CMetadata, "hxa_option": COption,
     "hxa_limits": CLimits, "hxa_stats": CStats, "hxa_event": CEvent, "hxa_sink": CSink, "hxa_driver": CDriver,
 }  # fmt: skip
 
@@ -201,18 +201,18 @@ def check(what: str, answer: int, native: int = 0) -> int:
     return answer
 
 
-def take(card: CCard) -> CCard:
+def take(metadata: CMetadata) -> CMetadata:
     """What is handed to the driver, which owns the descriptors from then on."""
-    given = CCard.from_buffer_copy(card)
-    card.nfds = 0
+    given = CMetadata.from_buffer_copy(metadata)
+    metadata.nfds = 0
     return given
 
 
-def drop(card: CCard) -> None:
-    """Closes the descriptors of a card that nobody took."""
-    for i in range(card.nfds):
-        os.close(card.fds[i])
-    card.nfds = 0
+def drop(metadata: CMetadata) -> None:
+    """Closes the descriptors of metadata that nobody took."""
+    for i in range(metadata.nfds):
+        os.close(metadata.fds[i])
+    metadata.nfds = 0
 
 
 def load(name: str) -> CDriver:
@@ -349,10 +349,10 @@ class Memory:
     def view(self) -> memoryview:
         return memoryview((c.c_uint8 * self.size).from_address(self.address)).cast("B")
 
-    def export(self, rights: int) -> CCard:
-        card = CCard()
-        check("mem_export", self.instance.vt.mem_export(self.handle, rights, c.byref(card)))
-        return card
+    def export(self, rights: int) -> CMetadata:
+        metadata = CMetadata()
+        check("mem_export", self.instance.vt.mem_export(self.handle, rights, c.byref(metadata)))
+        return metadata
 
     def release(self) -> None:
         if self.released:
@@ -368,9 +368,9 @@ class Memory:
 
 class Link:
     def __init__(self, instance: Instance, cookie: int) -> None:
-        handle, self.card = c.c_void_p(), CCard()
+        handle, self.metadata = c.c_void_p(), CMetadata()
         self.instance, self.cookie, self.vt = instance, cookie, instance.vt
-        check("link_new", self.vt.link_new(instance.handle, cookie, c.byref(handle), c.byref(self.card)))
+        check("link_new", self.vt.link_new(instance.handle, cookie, c.byref(handle), c.byref(self.metadata)))
         self.handle = handle.value
         self.down: Event | None = None
         self.stopped: Op | None = None
@@ -395,9 +395,9 @@ class Link:
             data = self.inbox.popleft()
             self.vt.message(self.handle, data, len(data))
 
-    def connect(self, card: CCard) -> Link:
+    def connect(self, metadata: CMetadata) -> Link:
         op = Op(self.instance)
-        op.accepted("link_connect", self.vt.link_connect(self.handle, c.byref(take(card)), op.pointer)).ok()
+        op.accepted("link_connect", self.vt.link_connect(self.handle, c.byref(take(metadata)), op.pointer)).ok()
         self.more = True  # the core polls once, whatever the descriptor says
         return self
 
@@ -422,12 +422,12 @@ class Link:
     def signals(self) -> int:
         return sum(event.link == self.cookie and event.kind == SIGNAL for event in self.instance.events)
 
-    def load(self, card: CCard, size: int, rights: int) -> Memory:
+    def load(self, metadata: CMetadata, size: int, rights: int) -> Memory:
         """Import without waiting; ``memory.op`` tells when it is usable."""
         handle, op = c.c_void_p(), Op(self.instance)
         op.accepted(
             "mem_import",
-            self.vt.mem_import(self.handle, c.byref(take(card)), size, rights, c.byref(handle), op.pointer),
+            self.vt.mem_import(self.handle, c.byref(take(metadata)), size, rights, c.byref(handle), op.pointer),
         )
         memory = Memory(self.instance, handle.value, size, op=op)
         self.instance.memories.add(memory)
@@ -489,7 +489,7 @@ class Link:
     def free(self) -> None:
         if not self.freed:
             self.freed = True
-            drop(self.card)
+            drop(self.metadata)
             del self.instance.links[self.cookie]
             self.vt.link_free(self.handle)
 
@@ -678,8 +678,8 @@ def join(a: Instance, b: Instance) -> tuple[Link, Link]:
     """Two links of one process, connected with each other."""
     left, right = a.link(1 + len(a.links)), b.link(101 + len(b.links))
     left.other, right.other = right, left
-    left.connect(right.card)
-    right.connect(left.card)
+    left.connect(right.metadata)
+    right.connect(left.metadata)
     return left, right
 
 

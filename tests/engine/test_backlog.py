@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hixl_async.engine.unclaimed import OVERHEAD, ROOM, Backlog
+from hixl_async.engine.unclaimed import OVERHEAD, ROOM, UnclaimedNotifications
 
 PEERS: list[Any] = ["a", "b", "c", "d"]
 
@@ -58,7 +58,7 @@ class Model:
     ),
 )
 def test_as_a_plain_model(limit: int, steps: list[Any]) -> None:
-    backlog, model = Backlog(limit), Model(limit)
+    backlog, model = UnclaimedNotifications(limit), Model(limit)
     for number, step in enumerate(steps):
         if isinstance(step, tuple):
             peer, topic, size = step
@@ -72,7 +72,7 @@ def test_as_a_plain_model(limit: int, steps: list[Any]) -> None:
 @pytest.mark.parametrize(("size", "number"), [(0, 6000), (60_000, 400)])
 def test_a_flood_pushes_out_nothing_of_others(size: int, number: int) -> None:
     """Whether the room or the number of messages runs out."""
-    backlog = Backlog(4096)
+    backlog = UnclaimedNotifications(4096)
     for n in range(64):
         assert backlog.hold(PEERS[0], "theirs", b"%d" % n + bytes(60_000)) == 0
     dropped = sum(backlog.hold(PEERS[1], "flood", bytes(size)) for _ in range(number))
@@ -83,7 +83,7 @@ def test_a_flood_pushes_out_nothing_of_others(size: int, number: int) -> None:
 
 def test_thousands_of_peers_cost_no_more() -> None:
     """Those who left may have messages here, too; to look through all of them for each message held up the loop."""
-    backlog = Backlog(4096)
+    backlog = UnclaimedNotifications(4096)
     for n in range(4000):
         backlog.hold(n, "once", b"")  # type: ignore[arg-type]
     looks = 0
@@ -103,7 +103,7 @@ def test_thousands_of_peers_cost_no_more() -> None:
 
 def test_nothing_to_the_garbage_collector() -> None:
     """Who sends what nobody reads must not make each full collection longer."""
-    backlog = Backlog(4096)
+    backlog = UnclaimedNotifications(4096)
     gc.collect()
     before = len(gc.get_objects())
     for number in range(4000):

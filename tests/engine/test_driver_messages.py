@@ -178,7 +178,7 @@ async def test_a_region_that_is_fetched_twice_while_it_becomes_ready() -> None:
                 refusal = await other.hear("failure")
                 assert refusal.body["error"] == "BusyError"
             plan.release()
-            assert (await other.hear("region.card")).body["call"] == 0
+            assert (await other.hear("region.metadata")).body["call"] == 0
             assert region.pins == 1
 
 
@@ -196,10 +196,10 @@ async def test_who_gives_up_a_region_before_it_is_ready_is_given_nothing() -> No
             await region.ready()
             other.say("call", call=8, service="hixl.ping", body={})
             await other.hear("answer")
-            assert not other.heard("region.card")
+            assert not other.heard("region.metadata")
             assert region.pins == 0
             other.say("region.get", call=2, id=offer.body["id"])
-            assert (await other.hear("region.card")).body["call"] == 2
+            assert (await other.hear("region.metadata")).body["call"] == 2
 
 
 async def test_descriptors_with_a_message() -> None:

@@ -354,7 +354,7 @@ async def test_calls_into_a_connection_that_is_lost_but_not_yet_told(engine: Eng
 
 SAYINGS: dict[str, dict[str, Any]] = {
     "unknown": {"kind": "hello-again"},
-    "link again": {"kind": "link", "driver": "shm", "card": ""},
+    "link again": {"kind": "link", "driver": "shm", "metadata": ""},
     "ready again": {"kind": "ready"},
     "region.up without a name": {"kind": "region.up", "id": 1, "size": 1, "access": 1},
     "region.up with odd rights": {"kind": "region.up", "name": "x", "id": 1, "size": 1, "access": 999},
@@ -436,7 +436,7 @@ async def test_a_link_after_nonsense_in_one_breath(engine: Engine) -> None:
         actor.link = link
         actor.say("nonsense")
         if last == "link":
-            actor.say("link", driver="shm", card=text(link.card), fds=link.fds)
+            actor.say("link", driver="shm", metadata=text(link.metadata), fds=link.fds)
         else:
             actor.say(last, call=1, id=1)
         await actor.lost
@@ -446,17 +446,17 @@ async def test_a_link_after_nonsense_in_one_breath(engine: Engine) -> None:
         await friend.connect(engine.address)
 
 
-async def test_a_link_card_over_the_limit(engine: Engine) -> None:
+async def test_a_link_metadata_over_the_limit(engine: Engine) -> None:
     import os
 
     from puppet import Puppet, text
 
-    for card in (bytes(1025), bytes(3), b"", bytes(40)):
+    for metadata in (bytes(1025), bytes(3), b"", bytes(40)):
         actor = await Puppet.dial(engine.address)
         actor.start()
         await actor.hear("link")
         fds = [os.memfd_create("stray") for _ in range(3)]
-        actor.say("link", driver="shm", card=text(card), fds=fds)
+        actor.say("link", driver="shm", metadata=text(metadata), fds=fds)
         for fd in fds:
             os.close(fd)
         await actor.lost

@@ -280,7 +280,7 @@ async def test_a_hixl_that_accepts_and_never_answers_holds_up_no_other(
     async with Engine("127.0.0.1:0", drivers=drivers) as there, Engine(drivers=drivers) as here:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             address = f"127.0.0.1:{mute.getsockname()[1]}".encode().ljust(64, b"\0")
-            monkeypatch.setattr(engine_links, "binary_text", lambda card: binary_text(card[:-64] + address))
+            monkeypatch.setattr(engine_links, "binary_text", lambda metadata: binary_text(metadata[:-64] + address))
             with pytest.raises(ConnectError, match="did not complete the connection in time"):
                 await here.connect(there.address, timeout=0.3)
             await asyncio.gather(here.aclose(), there.aclose())  # the loop's exception handler is not called

@@ -84,7 +84,7 @@ async def test_names_of_drivers_before_the_peer_is_up(engine: Engine, kind: str)
         actor: Puppet = await theatre.puppets.get()
         actor.start()
         await actor.hear("link")
-        actor.say(kind, driver=FORGED, text="", card="")
+        actor.say(kind, driver=FORGED, text="", metadata="")
         with pytest.raises(HixlError, match="lacks a valid 'driver'") as caught:
             await connecting
         assert str(caught.value).isprintable()

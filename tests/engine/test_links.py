@@ -95,7 +95,7 @@ async def test_when_none_can_be_linked_all_failures_are_the_answer() -> None:
 
 
 async def test_one_whose_half_cannot_even_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything of it was sent; the peer's card for it comes all the same."""
+    """Before anything of it was sent; the peer's metadata for it comes all the same."""
     async with (
         Engine("127.0.0.1:0", name="right", drivers=two(FaultPlan(1))) as right,
         Engine(name="left", drivers=two(FaultPlan(1))) as left,

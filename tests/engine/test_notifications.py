@@ -21,7 +21,7 @@ from hixl_async import (
     Subscription,
     TransferTimeoutError,
 )
-from hixl_async.engine.notifications import Topics
+from hixl_async.engine.notifications import Subscriptions
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process
 
 from .conftest import settle, until
@@ -178,7 +178,7 @@ async def test_the_backlog_is_bounded_by_bytes_and_fair(engine: Engine) -> None:
 
 async def test_remembered_topics_are_bounded(engine: Engine) -> None:
     """Peers choose them: neither many nor long ones may pile up."""
-    topics, peer = Topics(engine, 10_000), object()
+    topics, peer = Subscriptions(engine, 10_000), object()
     everything = topics.subscribe(None)
     for n in range(5000):
         topics.deliver(peer, b"%d" % n + bytes(60_000 if n % 2 else 0), b"")  # type: ignore[arg-type]

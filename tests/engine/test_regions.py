@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 import pytest
-from puppet import mem_card, puppet, segment, stage, text
+from puppet import mem_metadata, puppet, segment, stage, text
 
 from hixl_async import (
     Access,
@@ -243,11 +243,11 @@ async def test_one_who_gives_up_does_not_spoil_it_for_the_others() -> None:
         await settle()
         fd = segment(4096)
         actor.say(
-            "region.card",
+            "region.metadata",
             fds=[fd],
             call=request.body["call"],
             driver="shm",
-            card=text(mem_card(4096)),
+            metadata=text(mem_metadata(4096)),
             size=4096,
             access=3,
         )
@@ -422,11 +422,11 @@ async def _import_from(actor: Any, engine: Engine, peer: Any) -> tuple[asyncio.T
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        ({"card": text(b"nonsense")}, ProtocolError),
-        ({"card": text(mem_card(4096, magic=1))}, ProtocolError),
-        ({"card": text(mem_card(8192)), "size": 8192}, ProtocolError),  # larger than what is passed
-        ({"card": text(bytes(2000))}, ProtocolError),
-        ({"card": "not base64"}, ProtocolError),
+        ({"metadata": text(b"nonsense")}, ProtocolError),
+        ({"metadata": text(mem_metadata(4096, magic=1))}, ProtocolError),
+        ({"metadata": text(mem_metadata(8192)), "size": 8192}, ProtocolError),  # larger than what is passed
+        ({"metadata": text(bytes(2000))}, ProtocolError),
+        ({"metadata": "not base64"}, ProtocolError),
         ({"size": 0}, ProtocolError),
         ({"size": -1}, ProtocolError),
         ({"size": True}, ProtocolError),
@@ -435,8 +435,8 @@ async def _import_from(actor: Any, engine: Engine, peer: Any) -> tuple[asyncio.T
         ({"access": 0}, ProtocolError),
         ({"driver": "pigeon"}, ProtocolError),
         ({"driver": 7}, ProtocolError),
-        ({"card": text(mem_card(4096, rights=1))}, AccessError),
-        ({"card": text(mem_card(4096, kind=2, address=8))}, ProtocolError),  # with a descriptor
+        ({"metadata": text(mem_metadata(4096, rights=1))}, AccessError),
+        ({"metadata": text(mem_metadata(4096, kind=2, address=8))}, ProtocolError),  # with a descriptor
     ],
 )
 async def test_an_owner_that_answers_nonsense(engine: Engine, answer: dict[str, Any], error: type[HixlError]) -> None:
@@ -448,14 +448,14 @@ async def test_an_owner_that_answers_nonsense(engine: Engine, answer: dict[str, 
         peer = engine.peers[0]
         task, call = await _import_from(actor, engine, peer)
         fd = segment(4096)
-        body = {"driver": "shm", "card": text(mem_card(4096)), "size": 4096, "access": 3, **answer}
-        actor.say("region.card", fds=[fd], call=call, **body)
+        body = {"driver": "shm", "metadata": text(mem_metadata(4096)), "size": 4096, "access": 3, **answer}
+        actor.say("region.metadata", fds=[fd], call=call, **body)
         with pytest.raises(error):
             await task
         assert (await actor.hear("region.gone")).body == {"id": 7}
         task, call = await _import_from(actor, engine, peer)
-        good = {"driver": "shm", "card": text(mem_card(4096)), "size": 4096, "access": 3}
-        actor.say("region.card", fds=[fd], call=call, **good)
+        good = {"driver": "shm", "metadata": text(mem_metadata(4096)), "size": 4096, "access": 3}
+        actor.say("region.metadata", fds=[fd], call=call, **good)
         await engine.write(b"x" * 4096, await task)
         os.close(fd)
 
@@ -468,7 +468,9 @@ async def test_the_owner_closes_a_region_while_it_is_imported(engine: Engine) ->
         task, call = await _import_from(actor, engine, engine.peers[0])
         actor.say("region.down", id=7, name="kv")
         fd = segment(4096)
-        actor.say("region.card", fds=[fd], call=call, driver="shm", card=text(mem_card(4096)), size=4096, access=3)
+        actor.say(
+            "region.metadata", fds=[fd], call=call, driver="shm", metadata=text(mem_metadata(4096)), size=4096, access=3
+        )
         os.close(fd)
         with pytest.raises(StaleRegionError, match="while it was imported"):
             await task
@@ -493,7 +495,7 @@ async def test_a_user_that_asks_for_what_it_may_not_have(engine: Engine) -> None
     async with puppet(engine.address) as actor:
         for call, number in enumerate([secret.number, choosy.number, 0, 1 << 62], 1):
             actor.say("region.get", call=call, id=number)
-            failure = await actor.hear("failure", "region.card")
+            failure = await actor.hear("failure", "region.metadata")
             assert failure.kind == "failure"
             assert failure.body["error"] in ("AccessError", "StaleRegionError")
     assert secret.pins == choosy.pins == 0

@@ -278,8 +278,8 @@ async def test_memory_of_others_is_leaked_rather_than_freed(loop_errors: list[di
         engine.register("written", buffer, access="write")
         engine.register("read", readable, access="read")
         async with puppet(engine.address) as actor:
-            assert (await actor.get("written")).kind == "region.card"
-            assert (await actor.get("read")).kind == "region.card"
+            assert (await actor.get("written")).kind == "region.metadata"
+            assert (await actor.get("read")).kind == "region.metadata"
             del buffer, readable
             await actor.connection.aclose()
             await until(lambda: not engine.peers)

@@ -300,7 +300,7 @@ async def test_answers_that_nobody_waits_for(engine: Engine) -> None:
         for kind, body in [
             ("answer", {"call": 99, "body": {}}),
             ("failure", {"call": 99, "error": "RangeError", "message": "?"}),
-            ("region.card", {"call": 99}),
+            ("region.metadata", {"call": 99}),
         ]:
             actor.say(kind, **body)
         asking = asyncio.ensure_future(peer.request("anything", {}))
@@ -311,13 +311,13 @@ async def test_answers_that_nobody_waits_for(engine: Engine) -> None:
 
 
 async def test_an_answer_of_the_wrong_kind(engine: Engine) -> None:
-    """A request is not answered with a card, whose descriptors nobody would close."""
+    """A request is not answered with metadata, whose descriptors nobody would close."""
     async with puppet(engine.address) as actor:
         await until(lambda: engine.peers)
         asking = asyncio.ensure_future(engine.peers[0].request("anything", {}))
         call = (await actor.hear("call")).body["call"]
         fd = os.memfd_create("stray")
-        actor.say("region.card", fds=[fd], call=call, body={})
+        actor.say("region.metadata", fds=[fd], call=call, body={})
         os.close(fd)
         with pytest.raises(RequestLostError):
             await asking
@@ -328,14 +328,14 @@ async def test_an_answer_that_comes_with_the_cancellation(pair: EnginePair) -> N
     """Its descriptors are closed (the balance sheet sees to it)."""
     region, _ = await pair.region("kv", 4096)
     calls = pair.peer._rpc
-    asking = asyncio.ensure_future(calls.ask("region.get", {"id": region.number}, answer="region.card"))
+    asking = asyncio.ensure_future(calls.ask("region.get", {"id": region.number}, answer="region.metadata"))
     answered = calls.on_answer
 
     def answer_and_cancel(message: Incoming) -> None:
         answered(message)
         asking.cancel()
 
-    pair.peer._routes[PeerState.UP]["region.card"] = answer_and_cancel
+    pair.peer._routes[PeerState.UP]["region.metadata"] = answer_and_cancel
     with pytest.raises(asyncio.CancelledError):
         await asking
 

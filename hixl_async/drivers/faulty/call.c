@@ -138,13 +138,13 @@ int faulty_shutdown(hxa_instance *self, hxa_op *op) {
     return answered(operation, self->table->shutdown != NULL ? self->table->shutdown(self->inner, &operation->op) : HXA_DONE);
 }
 
-int faulty_link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
+int faulty_link_connect(hxa_link *link, const hxa_metadata *metadata, hxa_op *op) {
     faulty_operation *operation = begin(link->self, FAULTY_CONNECT, op);
     if (operation == NULL) {
-        for (uint32_t i = 0; i < card->nfds && i < HXA_CARD_FDS; i++) close(card->fds[i]);
+        for (uint32_t i = 0; i < metadata->nfds && i < HXA_METADATA_FDS; i++) close(metadata->fds[i]);
         return -HXA_E_NOMEM;
     }
-    return answered(operation, link->self->table->link_connect(link->inner, card, &operation->op));
+    return answered(operation, link->self->table->link_connect(link->inner, metadata, &operation->op));
 }
 
 int faulty_mem_ready(hxa_mem *mem, hxa_op *op) {

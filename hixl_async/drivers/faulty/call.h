@@ -12,7 +12,7 @@ FAULTY_INTERNAL int faulty_start(hxa_instance *self, hxa_op *op);
 FAULTY_INTERNAL int faulty_shutdown(hxa_instance *self, hxa_op *op);
 FAULTY_INTERNAL int faulty_mem_ready(hxa_mem *mem, hxa_op *op);
 FAULTY_INTERNAL int faulty_mem_retire(hxa_mem *mem, hxa_op *op);
-FAULTY_INTERNAL int faulty_link_connect(hxa_link *link, const hxa_card *card, hxa_op *op);
+FAULTY_INTERNAL int faulty_link_connect(hxa_link *link, const hxa_metadata *metadata, hxa_op *op);
 FAULTY_INTERNAL int faulty_link_fence(hxa_link *link, hxa_op *op);
 /* An operation for a call of the wrapped driver that no rule applies to; NULL: no memory. */
 FAULTY_INTERNAL faulty_operation *faulty_call_forward(hxa_link *link, hxa_op *op);

@@ -26,7 +26,7 @@ static int watch(hxa_link *link, int fd) {
     return epoll_ctl(link->set, EPOLL_CTL_ADD, fd, &event) == 0 ? 0 : -HXA_E_NOMEM;
 }
 
-int faulty_link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card *card) {
+int faulty_link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_metadata *metadata) {
     hxa_link *link = (hxa_link *)calloc(1, sizeof *link);
     if (link == NULL) return -HXA_E_NOMEM;
     link->self = self;
@@ -38,7 +38,7 @@ int faulty_link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_ca
     faulty_ring_init(&link->stops);
     int answer = link->doorbell < 0 || link->set < 0 ? -HXA_E_NOMEM : watch(link, link->doorbell);
     /* The wrapped driver's cookie is the address of our link, so that its events lead back to it. */
-    if (answer == 0) answer = self->table->link_new(self->inner, (uint64_t)(uintptr_t)link, &link->inner, card);
+    if (answer == 0) answer = self->table->link_new(self->inner, (uint64_t)(uintptr_t)link, &link->inner, metadata);
     if (answer != 0) {
         link_drop(link);
         return answer;

@@ -24,7 +24,7 @@ struct hxa_link {
     faulty_node operations, ready, stops;
 };
 
-FAULTY_INTERNAL int faulty_link_new(hxa_instance *self, uint64_t cookie, hxa_link **link, hxa_card *card);
+FAULTY_INTERNAL int faulty_link_new(hxa_instance *self, uint64_t cookie, hxa_link **link, hxa_metadata *metadata);
 FAULTY_INTERNAL int faulty_link_pace(hxa_link *link, uint64_t bytes_per_second);
 FAULTY_INTERNAL int faulty_link_fd(hxa_link *link);
 FAULTY_INTERNAL int faulty_link_stop(hxa_link *link, int dead, hxa_op *op);

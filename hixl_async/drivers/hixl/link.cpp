@@ -44,7 +44,7 @@ constexpr Outcome LINK_ENDED = {HXA_E_LINK, 0, HXA_SCOPE_LINK};
 
 }  // namespace
 
-int link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card *card) {
+int link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_metadata *metadata) {
     if (self->started == 0) return -HXA_E_BUSY;
     auto link = std::make_unique<hxa_link>();
     link->fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
@@ -55,7 +55,7 @@ int link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card *car
         link->tag = clock_now() ^ cookie << 48;
     link->window = grant(*self);
     self->granted += link->window;
-    LinkCard about = {};
+    LinkMetadata about = {};
     about.magic = LINK_MAGIC;
     about.version = VERSION;
     about.token = self->token;
@@ -65,9 +65,9 @@ int link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card *car
     about.control = self->options.notify_control;
     about.backend = static_cast<uint16_t>(self->backend);
     std::memcpy(about.id, self->id.c_str(), std::min(self->id.size(), ID_BYTES - 1));
-    std::memset(card, 0, sizeof *card);
-    card->len = sizeof about;
-    std::memcpy(card->data, &about, sizeof about);
+    std::memset(metadata, 0, sizeof *metadata);
+    metadata->len = sizeof about;
+    std::memcpy(metadata->data, &about, sizeof about);
     {
         Guard guard(self->lock);
         self->links[link->tag] = link.get();
@@ -77,13 +77,13 @@ int link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card *car
     return 0;
 }
 
-int link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
+int link_connect(hxa_link *link, const hxa_metadata *metadata, hxa_op *op) {
     hxa_instance &self = *link->self;
-    LinkCard about;
-    for (uint32_t i = 0; i < card->nfds; i++) close(card->fds[i]);
+    LinkMetadata about;
+    for (uint32_t i = 0; i < metadata->nfds; i++) close(metadata->fds[i]);
     if (link->state != hxa_link::NEW || link->endpoint != nullptr) return -HXA_E_INVALID;
-    if (card->len != sizeof about || card->nfds != 0) return -HXA_E_PROTOCOL;
-    std::memcpy(&about, card->data, sizeof about);
+    if (metadata->len != sizeof about || metadata->nfds != 0) return -HXA_E_PROTOCOL;
+    std::memcpy(&about, metadata->data, sizeof about);
     // HIXL never gets an invalid address: with AutoConnect it would take down other links.
     if (about.magic != LINK_MAGIC || about.version != VERSION || about.token == 0 || about.window > QUEUE
         || about.control > 1 || about.backend == 0 || about.backend > static_cast<uint16_t>(Backend::FAB)

@@ -58,8 +58,8 @@ namespace hx {
 
 constexpr uint64_t DESCRIPTORS = 1 << 16;  // most in one batch
 
-int link_new(hxa_instance *self, uint64_t cookie, hxa_link **link, hxa_card *card);
-int link_connect(hxa_link *link, const hxa_card *card, hxa_op *op);
+int link_new(hxa_instance *self, uint64_t cookie, hxa_link **link, hxa_metadata *metadata);
+int link_connect(hxa_link *link, const hxa_metadata *metadata, hxa_op *op);
 int link_fd(hxa_link *link);
 int link_stop(hxa_link *link, int dead, hxa_op *op);
 int link_fence(hxa_link *link, hxa_op *op);

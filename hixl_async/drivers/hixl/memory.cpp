@@ -251,7 +251,7 @@ int mem_register(hxa_instance *self, void *address, uint64_t size, uint32_t kind
     return 0;
 }
 
-int mem_export(hxa_mem *mem, uint32_t rights, hxa_card *card) {
+int mem_export(hxa_mem *mem, uint32_t rights, hxa_metadata *metadata) {
     if (mem->link != nullptr || rights == 0 || (rights & ~(HXA_RIGHT_READ | HXA_RIGHT_WRITE)) != 0)
         return -HXA_E_INVALID;
     if ((rights & ~mem->rights) != 0) return -HXA_E_RIGHTS;
@@ -259,23 +259,23 @@ int mem_export(hxa_mem *mem, uint32_t rights, hxa_card *card) {
     if (state == hxa_mem::PENDING) return -HXA_E_BUSY;
     if (state == hxa_mem::REFUSED) return -mem->refusal.status;
     if (state == hxa_mem::RETIRED) return -HXA_E_INVALID;
-    const MemCard about = {MEM_MAGIC, VERSION,     mem->self->token, mem->address,
+    const MemMetadata about = {MEM_MAGIC, VERSION,     mem->self->token, mem->address,
                            mem->size, mem->number, mem->kind,        rights};
-    std::memset(card, 0, sizeof *card);
-    card->len = sizeof about;
-    std::memcpy(card->data, &about, sizeof about);
+    std::memset(metadata, 0, sizeof *metadata);
+    metadata->len = sizeof about;
+    std::memcpy(metadata->data, &about, sizeof about);
     return 0;
 }
 
-// Nothing is mapped: HIXL and each transfer check the numbers of the peer's card.
-int mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rights, hxa_mem **made, hxa_op *op) {
+// Nothing is mapped: HIXL and each transfer check the numbers of the peer's metadata.
+int mem_import(hxa_link *link, const hxa_metadata *metadata, uint64_t size, uint32_t rights, hxa_mem **made, hxa_op *op) {
     (void)op;
-    MemCard about;
-    for (uint32_t i = 0; i < card->nfds; i++) close(card->fds[i]);
+    MemMetadata about;
+    for (uint32_t i = 0; i < metadata->nfds; i++) close(metadata->fds[i]);
     if (link->state != hxa_link::UP || link->down != 0) return -HXA_E_LINK;
     if (size == 0 || rights == 0 || (rights & ~(HXA_RIGHT_READ | HXA_RIGHT_WRITE)) != 0) return -HXA_E_INVALID;
-    if (card->len != sizeof about || card->nfds != 0) return -HXA_E_PROTOCOL;
-    std::memcpy(&about, card->data, sizeof about);
+    if (metadata->len != sizeof about || metadata->nfds != 0) return -HXA_E_PROTOCOL;
+    std::memcpy(&about, metadata->data, sizeof about);
     if (about.magic != MEM_MAGIC || about.version != VERSION || about.token != link->peer_token
         || about.kind > HXA_KIND_DEVICE || about.address == 0 || about.address + about.size < about.address
         || about.number == 0)

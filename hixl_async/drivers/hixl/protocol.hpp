@@ -1,4 +1,4 @@
-// The protocol between the drivers at the two ends of a link: cards first, then messages by the control connection.
+// The protocol between the drivers at the two ends of a link: metadata first, then messages by the control connection.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace hx {
 constexpr uint32_t VERSION = 2, LINK_MAGIC = 0x4b4e4c48, MEM_MAGIC = 0x4d454d48;
 constexpr size_t ID_BYTES = 64;
 
-struct LinkCard {
+struct LinkMetadata {
     uint32_t magic, version;
     uint64_t token;          // of the engine, as long as it lives: another one may get the same address later
     uint64_t tag;            // the address of frames for this link
@@ -21,7 +21,7 @@ struct LinkCard {
     char id[ID_BYTES];       // "ip:port" of HIXL
 };
 
-struct MemCard {
+struct MemMetadata {
     uint32_t magic, version;
     uint64_t token;
     uint64_t address, size, number;

@@ -70,7 +70,7 @@ const char *error_text(int32_t status, int32_t native) {
         "the link failed",
         "cancelled before it began",
         "no answer in time",
-        "the peer sent a card or message that no hixl driver of this version makes",
+        "the peer sent metadata or a message that no hixl driver of this version makes",
         "the operating system refused",
     };
     static thread_local char text[400];

@@ -46,7 +46,7 @@ void shm_link_free(hxa_link *link) {
     free(link);
 }
 
-int shm_link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card *card) {
+int shm_link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_metadata *metadata) {
     hxa_link *link = link_alloc(self, cookie);
     if (link == NULL) return -HXA_E_NOMEM;
     int segment = -1, passed = -1;
@@ -68,15 +68,15 @@ int shm_link_new(hxa_instance *self, uint64_t cookie, hxa_link **made, hxa_card 
     link->own->magic = SHM_HALF_MAGIC;
     link->own->capacity = link->capacity;
     link->own->armed = 1;              /* the first word of the peer rings */
-    const shm_link_card about = {
+    const shm_link_metadata about = {
         .pid = (uint32_t)getpid(), .magic = SHM_LINK_MAGIC, .version = SHM_VERSION, .capacity = link->capacity,
         .own_pid = (uint32_t)getpid()};
-    memset(card, 0, sizeof *card);
-    card->len = sizeof about;
-    memcpy(card->data, &about, sizeof about);
-    card->nfds = 2;
-    card->fds[0] = segment;
-    card->fds[1] = passed;
+    memset(metadata, 0, sizeof *metadata);
+    metadata->len = sizeof about;
+    memcpy(metadata->data, &about, sizeof about);
+    metadata->nfds = 2;
+    metadata->fds[0] = segment;
+    metadata->fds[1] = passed;
     *made = link;
     return 0;
 }
@@ -86,20 +86,20 @@ static int capacity_makes_sense(uint32_t capacity) {
 }
 
 /* All checks, then everything that can fail, then the link is up. */
-static int join(hxa_link *link, const hxa_card *card) {
-    shm_link_card about;
+static int join(hxa_link *link, const hxa_metadata *metadata) {
+    shm_link_metadata about;
     if (link->state != SHM_NEW) return -HXA_E_INVALID;
-    if (card->len != sizeof about || card->nfds != 2) return -HXA_E_PROTOCOL;
-    memcpy(&about, card->data, sizeof about);
+    if (metadata->len != sizeof about || metadata->nfds != 2) return -HXA_E_PROTOCOL;
+    memcpy(&about, metadata->data, sizeof about);
     if (about.magic != SHM_LINK_MAGIC || about.version != SHM_VERSION) return -HXA_E_PROTOCOL;
     if (!capacity_makes_sense(about.capacity)) return -HXA_E_PROTOCOL;
-    int status = shm_segment_check(card->fds[0], half_bytes(about.capacity));
+    int status = shm_segment_check(metadata->fds[0], half_bytes(about.capacity));
     if (status != 0) return status;
     uint8_t *base;
-    status = shm_segment_map_peer(card->fds[0], half_bytes(about.capacity), 1, &base);
+    status = shm_segment_map_peer(metadata->fds[0], half_bytes(about.capacity), 1, &base);
     if (status != 0) return status == -HXA_E_RIGHTS ? -HXA_E_PROTOCOL : status;
     shm_half *peer = (shm_half *)(void *)base;
-    int bell = card->fds[1];
+    int bell = metadata->fds[1];
     if (shm_load(&peer->magic) != SHM_HALF_MAGIC || shm_load(&peer->capacity) != about.capacity) status = -HXA_E_PROTOCOL;
     else status = shm_bell_adopt(&bell, link->self->nowait);
     if (status != 0) {
@@ -118,12 +118,12 @@ static int join(hxa_link *link, const hxa_card *card) {
     return 0;
 }
 
-int shm_link_connect(hxa_link *link, const hxa_card *card, hxa_op *op) {
-    const int status = join(link, card);
+int shm_link_connect(hxa_link *link, const hxa_metadata *metadata, hxa_op *op) {
+    const int status = join(link, metadata);
     if (status != 0) {
-        shm_card_close(card);
+        shm_metadata_close(metadata);
         return shm_refuse(op, status);
     }
-    shm_fd_close_foreign(card->fds[0]);    /* the mapping keeps the segment; fds[1] is the link's now */
+    shm_fd_close_foreign(metadata->fds[0]);    /* the mapping keeps the segment; fds[1] is the link's now */
     return HXA_DONE;
 }

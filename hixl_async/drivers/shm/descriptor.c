@@ -39,6 +39,6 @@ void shm_fd_close_foreign(int fd) {
     pthread_attr_destroy(&detached);
 }
 
-void shm_card_close(const hxa_card *card) {
-    for (uint32_t i = 0; i < card->nfds && i < HXA_CARD_FDS; i++) shm_fd_close_foreign(card->fds[i]);
+void shm_metadata_close(const hxa_metadata *metadata) {
+    for (uint32_t i = 0; i < metadata->nfds && i < HXA_METADATA_FDS; i++) shm_fd_close_foreign(metadata->fds[i]);
 }

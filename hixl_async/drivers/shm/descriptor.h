@@ -12,6 +12,6 @@ SHM_INTERNAL void shm_fd_close(int fd);
 
 /* Close descriptors that a peer gave us, without waiting for what lies behind them. */
 SHM_INTERNAL void shm_fd_close_foreign(int fd);
-SHM_INTERNAL void shm_card_close(const hxa_card *card);
+SHM_INTERNAL void shm_metadata_close(const hxa_metadata *metadata);
 
 #endif /* SHM_DESCRIPTOR_H */

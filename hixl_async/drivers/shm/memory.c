@@ -68,49 +68,49 @@ int shm_mem_register(hxa_instance *self, void *address, uint64_t size, uint32_t 
     return 0;
 }
 
-int shm_mem_export(hxa_mem *mem, uint32_t rights, hxa_card *card) {
+int shm_mem_export(hxa_mem *mem, uint32_t rights, hxa_metadata *metadata) {
     if (mem->kind != SHM_OWNED && mem->kind != SHM_REGISTERED) return -HXA_E_INVALID;
     if (rights == 0 || (rights & ~ALL_RIGHTS)) return -HXA_E_INVALID;
     if (rights & ~mem->rights) return -HXA_E_RIGHTS;
-    const shm_mem_card about = {
+    const shm_mem_metadata about = {
         .magic = SHM_MEM_MAGIC, .version = SHM_VERSION, .kind = mem->kind, .rights = rights, .size = mem->size,
         .address = mem->kind == SHM_REGISTERED ? (uint64_t)(uintptr_t)mem->base : 0};
-    memset(card, 0, sizeof *card);
+    memset(metadata, 0, sizeof *metadata);
     if (mem->kind == SHM_OWNED) {
         /* The seal on a region that no peer may write to holds for every descriptor; else a reader needs one that cannot write. */
         if ((mem->rights & HXA_RIGHT_WRITE) && !(rights & HXA_RIGHT_WRITE)) {
-            const int status = shm_segment_reader(mem->fd, &card->fds[0]);
+            const int status = shm_segment_reader(mem->fd, &metadata->fds[0]);
             if (status != 0) return status;
         } else {
-            const int status = shm_fd_duplicate(mem->fd, &card->fds[0]);
+            const int status = shm_fd_duplicate(mem->fd, &metadata->fds[0]);
             if (status != 0) return status;
         }
-        card->nfds = 1;
+        metadata->nfds = 1;
     }
-    card->len = sizeof about;
-    memcpy(card->data, &about, sizeof about);
+    metadata->len = sizeof about;
+    memcpy(metadata->data, &about, sizeof about);
     return 0;
 }
 
 /* The segment is checked before it is mapped, and its descriptor is closed whatever comes out. */
-static int import_segment(hxa_mem *made, const hxa_card *card, uint32_t rights) {
-    if (card->nfds != 1) return -HXA_E_PROTOCOL;
-    int status = shm_segment_check(card->fds[0], made->size);
+static int import_segment(hxa_mem *made, const hxa_metadata *metadata, uint32_t rights) {
+    if (metadata->nfds != 1) return -HXA_E_PROTOCOL;
+    int status = shm_segment_check(metadata->fds[0], made->size);
     if (status != 0) return status;
     const uint64_t bytes = shm_pages(made->size);
-    status = shm_segment_map_peer(card->fds[0], bytes, (rights & HXA_RIGHT_WRITE) != 0, &made->base);
+    status = shm_segment_map_peer(metadata->fds[0], bytes, (rights & HXA_RIGHT_WRITE) != 0, &made->base);
     if (status == 0) made->mapped = bytes;
     return status;
 }
 
-static int import_start(hxa_link *link, const hxa_card *card, const shm_mem_card *about, uint32_t rights, hxa_mem **mem,
+static int import_start(hxa_link *link, const hxa_metadata *metadata, const shm_mem_metadata *about, uint32_t rights, hxa_mem **mem,
                         hxa_op *op) {
     hxa_mem *made = mem_new(link->self, about->kind == SHM_OWNED ? SHM_MAPPED : SHM_REMOTE, rights, about->size);
     if (made == NULL) return -HXA_E_NOMEM;
     made->link = link;
     int status = 0;
     if (made->kind == SHM_REMOTE) made->base = (uint8_t *)(uintptr_t)about->address;
-    else status = import_segment(made, card, rights);
+    else status = import_segment(made, metadata, rights);
     if (status == 0 && made->mapped > IMPORT_AT_ONCE) {
         status = shm_workers_ready(link->self, 0, 0);
         if (status == 0) {
@@ -131,25 +131,25 @@ static int import_start(hxa_link *link, const hxa_card *card, const shm_mem_card
     return HXA_DONE;
 }
 
-int shm_mem_import(hxa_link *link, const hxa_card *card, uint64_t size, uint32_t rights, hxa_mem **mem, hxa_op *op) {
-    shm_mem_card about;
+int shm_mem_import(hxa_link *link, const hxa_metadata *metadata, uint64_t size, uint32_t rights, hxa_mem **mem, hxa_op *op) {
+    shm_mem_metadata about;
     int status;
-    if (card->len != sizeof about) {
+    if (metadata->len != sizeof about) {
         status = -HXA_E_PROTOCOL;
     } else {
-        memcpy(&about, card->data, sizeof about);
+        memcpy(&about, metadata->data, sizeof about);
         if (shm_load(&link->state) != SHM_UP) status = -HXA_E_LINK;
         else if (rights == 0 || (rights & ~ALL_RIGHTS) || size == 0) status = -HXA_E_INVALID;
         else if (about.magic != SHM_MEM_MAGIC || about.version != SHM_VERSION) status = -HXA_E_PROTOCOL;
         else if (about.kind != SHM_OWNED && about.kind != SHM_REGISTERED) status = -HXA_E_PROTOCOL;
-        else if (about.size != size || (about.kind == SHM_REGISTERED && card->nfds != 0)) status = -HXA_E_PROTOCOL;
+        else if (about.size != size || (about.kind == SHM_REGISTERED && metadata->nfds != 0)) status = -HXA_E_PROTOCOL;
         else if (about.kind == SHM_REGISTERED && (about.address == 0 || about.address + size < size)) status = -HXA_E_PROTOCOL;
         else if (rights & ~about.rights) status = -HXA_E_RIGHTS;
         else if (about.kind == SHM_REGISTERED && link->process.error != 0)
             status = HXA_REFUSAL(HXA_E_RIGHTS, link->process.error);
-        else status = import_start(link, card, &about, rights, mem, op);
+        else status = import_start(link, metadata, &about, rights, mem, op);
     }
-    shm_card_close(card);
+    shm_metadata_close(metadata);
     return status < 0 ? shm_refuse(op, status) : status;
 }
 
