@@ -7,6 +7,7 @@ turns the few forms of reST that the docstrings use into Markdown.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -38,6 +39,7 @@ class Docstrings(griffe.Extension):
             obj.labels -= NOISE
             if isinstance(obj, griffe.Class):
                 _show_constructor(obj)
+                _follow_assignments(obj)
             if isinstance(obj, griffe.Function):
                 for parameter in obj.parameters:
                     parameter.annotation = _spelled_out(parameter.annotation)
@@ -119,6 +121,17 @@ def _walk(obj: griffe.Object) -> Iterator[griffe.Object]:
     for member in obj.members.values():
         if isinstance(member, griffe.Object):
             yield from _walk(member)
+
+
+def _follow_assignments(cls: griffe.Class) -> None:
+    """Show ``read = Core.read`` in a class as the method that it is."""
+    for name, member in list(cls.members.items()):
+        owner, _, method = str(getattr(member, "value", "")).rpartition(".")
+        if isinstance(member, griffe.Attribute) and method == name and owner.isidentifier():
+            with contextlib.suppress(griffe.NameResolutionError, KeyError):
+                target = cls.modules_collection[cls.module.resolve(owner)][name]
+                if target.is_function:
+                    cls.set_member(name, griffe.Alias(name, target, parent=cls))
 
 
 def _show_constructor(cls: griffe.Class) -> None:
