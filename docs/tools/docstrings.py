@@ -37,6 +37,8 @@ class Docstrings(griffe.Extension):
         public = dict(_public_names())
         for obj in list(_walk(pkg)):
             obj.labels -= NOISE
+            if isinstance(obj, griffe.Attribute) and isinstance(obj.value, griffe.ExprCall):
+                obj.value = None  # how it is made, which is nothing for readers
             if isinstance(obj, griffe.Class):
                 _show_constructor(obj)
                 _follow_assignments(obj)
