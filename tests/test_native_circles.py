@@ -41,11 +41,11 @@ def circle(graph: Graph) -> list[str]:
 
 
 def include_graph(folder: Path) -> dict[str, set[str]]:
-    """Which noun includes a header of which other."""
+    """Which header includes which other.  A source may include any header: what it needs of it, its symbols tell."""
     graph: dict[str, set[str]] = {}
     names = {path.name for path in folder.iterdir() if path.suffix in HEADERS}
     for path in folder.iterdir():
-        if path.suffix in SOURCES | HEADERS:
+        if path.suffix in HEADERS:
             lines = path.read_text(encoding="utf-8").splitlines()
             included = {line.split('"')[1] for line in lines if line.startswith('#include "')}
             graph.setdefault(path.stem, set()).update(Path(name).stem for name in included & names)
