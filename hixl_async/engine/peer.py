@@ -275,6 +275,8 @@ class Peer:
     async def region(self, name: str, *, timeout: float | None = None) -> RemoteRegion:
         """Wait until the peer exports a region, and import it.
 
+        A wait of more than 5 s is logged once, with the names of the regions that the peer does export.
+
         :param name: the name that the peer gave the region.
         :param timeout: seconds to wait, or None for as long as the peer lives.
         :return: the region, usable in transfers; the same object for each call while the region lives.
