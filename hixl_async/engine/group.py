@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from ..core.in_flight import settled
+from ..core.unpicklable import unpicklable
 from ..errors import ClosedError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ class Group:
     Leaving ``async with engine.group() as group:`` waits until all of them are drained.  The first failure cancels the
     rest; all failures are raised together in an ExceptionGroup, as asyncio.TaskGroup does it.
     """
+
+    __reduce__ = unpicklable("make one there, with an engine of its own")
 
     def __init__(self, core: Core) -> None:
         self._core = core

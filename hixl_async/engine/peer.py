@@ -23,6 +23,7 @@ from typing import Any
 from ..control import Connection, Identity, Incoming
 from ..core.link import Driver, Link
 from ..core.memory import link_of
+from ..core.unpicklable import unpicklable
 from ..errors import ClosedError, HixlError, InvalidArgumentError, PeerDownError, ProtocolError
 from ..types import Access, Address, PeerState
 from .arguments import positive_seconds
@@ -54,6 +55,8 @@ class Peer:
     :param others: returns the other connections to the same engine.
     :param forget: called with the peer once nothing of it is left.
     """
+
+    __reduce__ = unpicklable("send its address, and connect to it there")
 
     def __init__(
         self,

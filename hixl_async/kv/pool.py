@@ -12,6 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..core.unpicklable import unpicklable
 from ..engine.arguments import positive_seconds
 from ..engine.started import Started
 from ..errors import AccessError, BusyError, ClosedError, InvalidArgumentError, RangeError, TicketError
@@ -70,6 +71,8 @@ class Pool:
     :raises RangeError: if `memory` has another size.
     :raises DriverError: if there is not so much memory.
     """
+
+    __reduce__ = unpicklable("make one there, with an engine of its own")
 
     _complete = False  # True once `__init__` has succeeded
 
