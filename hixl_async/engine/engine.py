@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -35,7 +36,7 @@ from ..errors import (
     InvalidArgumentError,
 )
 from ..types import AccessLike, Address, EngineStats
-from .arguments import positive_seconds
+from .arguments import positive_seconds, require_callable
 from .closing import Closing
 from .coalescer import Coalescer
 from .config import Drivers, EngineConfig, parse_address
@@ -222,7 +223,7 @@ class Engine(Core):
     async def _close(self) -> None:
         in_flight.refuse_work(self)
         until = self.loop.time() + self.config.close_timeout + LINGER
-        for callback in self._close_callbacks:
+        for callback in tuple(self._close_callbacks):
             try:
                 callback()
             except Exception as error:
@@ -294,8 +295,21 @@ class Engine(Core):
             in_flight.refuse(self)
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` when the engine begins to close."""
+        """Call `callback` when the engine begins to close, on its loop; `remove_close_callback` undoes it.
+
+        :param callback: a function without parameters.
+        :raises InvalidArgumentError: if `callback` is no function.
+        """
+        require_callable("callback", callback)
         self._close_callbacks.append(callback)
+
+    def remove_close_callback(self, callback: Callable[[], None]) -> None:
+        """Undo `on_close`; no error if `callback` was not registered.
+
+        :param callback: the function that `on_close` was given.
+        """
+        with contextlib.suppress(ValueError):
+            self._close_callbacks.remove(callback)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """A task that belongs to the engine, and that `aclose` waits for."""

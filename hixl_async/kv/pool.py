@@ -138,7 +138,8 @@ class Pool:
         except BaseException:
             self._revoke_regions()
             raise
-        engine.on_close(_closer(weakref.ref(self)))
+        self._on_engine_close = _closer(weakref.ref(self))
+        engine.on_close(self._on_engine_close)
         self._complete = True
 
     def __repr__(self) -> str:
@@ -319,6 +320,7 @@ class Pool:
         if self.closed:
             return
         self._context.closed = True
+        self.engine.remove_close_callback(self._on_engine_close)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ClosedError(f"pool {self.name!r} was closed"))

@@ -54,6 +54,12 @@ async def test_nothing_of_a_pool_can_be_copied(pair: Pair) -> None:
                     act(thing)
 
 
+async def test_a_closed_pool_leaves_no_callback_behind(pair: Pair) -> None:
+    assert len(pair.d.close_callbacks) == 1
+    await pair.target.aclose()
+    assert not pair.d.close_callbacks
+
+
 async def test_a_reservation_is_entered_once(pair: Pair) -> None:
     reservation = pair.target.reserve(blocks=1)
     async with reservation:
