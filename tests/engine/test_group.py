@@ -173,7 +173,7 @@ async def test_groups_in_groups(slow: EnginePair, plan: FaultPlan) -> None:
 
 async def test_a_group_that_is_not_entered(slow: EnginePair) -> None:
     """Transfers that no exit waits for do not start."""
-    region, remote = await slow.region("kv", 10)
+    _, remote = await slow.region("kv", 10)
     batch = Batch("write", slow.left.allocate("local", 10), remote)
     group = slow.left.group()
     for call in (
