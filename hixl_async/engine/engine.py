@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import _core, drivers
 from .._core import Core
-from ..control import Identity, Listener
+from ..control import Identity, Listener, printable
 from ..core import in_flight, torch_device
 from ..core.device_copies import DeviceCopies
 from ..core.link import (
@@ -527,13 +527,13 @@ class Engine(Core):
         return Group(self)
 
     def _on_event(self, driver: Driver, kind: int, cookie: int, status: int, topic: bytes, data: bytes) -> None:
-        """What drivers report, on the loop's thread."""
+        """Handle a driver's report, on the loop's thread; the text of an event may be the peer's."""
         peer = self._peers[cookie]
         if kind == EVENT_NOTE and peer is not None:  # first, for there are many
             assert self._subscriptions is not None
             self._subscriptions.deliver(peer, topic, data)
         elif kind == EVENT_LOG:
-            logger.log(logging.WARNING if status else logging.INFO, "%s", data.decode("utf-8", "replace"))
+            logger.log(logging.WARNING if status else logging.INFO, "%s", printable(data.decode("utf-8", "replace")))
         elif peer is None:
             return
         elif kind == EVENT_SIGNAL:
@@ -541,7 +541,7 @@ class Engine(Core):
         elif kind == EVENT_MESSAGE:
             peer._links.tell(driver, data)
         elif kind == EVENT_LINK_DOWN:
-            peer._link_down(driver, data.decode("utf-8", "replace"))
+            peer._link_down(driver, printable(data.decode("utf-8", "replace")))
 
     # -- counters
 
