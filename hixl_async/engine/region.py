@@ -188,12 +188,13 @@ class Operand(NamedTuple):
     device: bool
 
 
-def operand(obj: Any, writable: bool) -> Operand:
-    """Address and size of an object without the buffer protocol: a tensor, or anything numpy can adopt by DLPack.
+def operand(obj: Any, writable: bool, demand: str = "local must be a region's range or a") -> Operand:
+    """Return where an object without the buffer protocol lies: a tensor, or anything that numpy adopts by DLPack.
 
     torch and numpy are used only where the caller's process has imported them already.  A tensor may be on the CPU, or on
     the device that torch_npu, or whatever else took torch's place for private devices, brought.
 
+    :param demand: the beginning of the message that refuses an object without memory.
     :raises BufferTypeError: if `obj` has no contiguous memory that a driver can use, or is not writable and must be.
     """
     torch = sys.modules.get("torch")
@@ -221,6 +222,5 @@ def operand(obj: Any, writable: bool) -> Operand:
             raise BufferTypeError(f"{type(obj).__name__} is read-only; it cannot be read into")
         return Operand(array.ctypes.data, array.nbytes, array, False)
     raise BufferTypeError(
-        f"local must be a region's range or a contiguous buffer (bytes, memoryview, numpy array, CPU tensor), "
-        f"not {type(obj).__name__}"
+        f"{demand} contiguous buffer (bytes, memoryview, numpy array, CPU tensor), not {type(obj).__name__}"
     )

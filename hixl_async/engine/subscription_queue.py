@@ -9,6 +9,7 @@ from typing import Generic, Self, TypeVar
 from .._core import Core
 from ..core import in_flight
 from ..core.transfer import Transfer, wake
+from ..core.unpicklable import unpicklable
 from ..errors import ClosedError
 
 __all__ = ["BoundedQueue", "SubscriptionQueue"]
@@ -75,8 +76,10 @@ class BoundedQueue(Generic[T]):
 class SubscriptionQueue(Generic[T]):
     """An async iterator over what arrives from the moment of the call on.
 
-    It ends when it is closed, when the engine closes, or when nobody refers to it any more.
+    It ends when it is closed, when the engine closes, or when the program does not refer to it any more.
     """
+
+    __reduce__ = unpicklable("send the items, or subscribe there")
 
     def __init__(self, core: Core, queue: BoundedQueue[T], forget: Callable[[BoundedQueue[T]], None]) -> None:
         """

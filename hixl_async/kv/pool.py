@@ -12,6 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..core.unpicklable import unpicklable
 from ..engine.arguments import positive_seconds
 from ..engine.started import Started
 from ..errors import AccessError, BusyError, ClosedError, InvalidArgumentError, RangeError, TicketError
@@ -70,6 +71,8 @@ class Pool:
     :raises RangeError: if `memory` has another size.
     :raises DriverError: if there is not so much memory.
     """
+
+    __reduce__ = unpicklable("make one there, with an engine of its own")
 
     _complete = False  # True once `__init__` has succeeded
 
@@ -135,7 +138,8 @@ class Pool:
         except BaseException:
             self._revoke_regions()
             raise
-        engine.on_close(_closer(weakref.ref(self)))
+        self._on_engine_close = _closer(weakref.ref(self))
+        engine.on_close(self._on_engine_close)
         self._complete = True
 
     def __repr__(self) -> str:
@@ -316,6 +320,7 @@ class Pool:
         if self.closed:
             return
         self._context.closed = True
+        self.engine.remove_close_callback(self._on_engine_close)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ClosedError(f"pool {self.name!r} was closed"))

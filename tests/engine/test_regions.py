@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -30,6 +31,7 @@ from hixl_async import (
     WaitTimeoutError,
 )
 from hixl_async.control.scheduler import Progress
+from hixl_async.engine import regions
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
 
 from .conftest import settle, until
@@ -219,6 +221,36 @@ async def test_regions_that_never_come(pair: EnginePair) -> None:
     assert not pair.peer._imports._waiters
     with pytest.raises(HixlError, match="name must be a string"):
         await pair.peer.region(7)  # type: ignore[arg-type]
+
+
+async def test_a_long_wait_is_logged_once(
+    pair: EnginePair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "PATIENCE", 0.001)
+    monkeypatch.setattr(regions, "NAMES_SHOWN", 1)
+    for name in ("kv", "weights"):
+        pair.right.allocate(name, 8, access="read")
+    await pair.peer.region("weights")
+    with caplog.at_level(logging.INFO, "hixl_async"):
+        waiting = asyncio.ensure_future(pair.peer.region("kvv"))
+        await until(lambda: caplog.records)
+        for name in ("woken", "kvv"):
+            pair.right.allocate(name, 8, access="read")
+        await waiting
+    (record,) = caplog.records
+    assert "'right' did not export region 'kvv' within 0.001 s; it exports: kv and 1 more (" in record.getMessage()
+
+
+async def test_a_short_wait_is_not_logged(pair: EnginePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[asyncio.TimerHandle] = []
+    call_later = pair.left.loop.call_later
+    loop = SimpleNamespace(call_later=lambda *args: timers.append(call_later(*args)) or timers[-1])
+    monkeypatch.setattr(pair.peer._imports, "_loop", loop)
+    waiting = asyncio.ensure_future(pair.peer.region("late"))
+    await until(lambda: timers)
+    pair.right.allocate("late", 8, access="read")
+    await waiting
+    assert timers[0].cancelled()
 
 
 async def test_the_peer_goes_while_a_region_is_waited_for() -> None:
