@@ -71,7 +71,7 @@ def perform(
     unix: Credentials | str = credentials(),  # noqa: B008
     dialler_seen_as: Credentials | None = None,
 ) -> Outcome:
-    """Runs both machines until neither has anything to say.
+    """Run both machines until neither has anything to say.
 
     :param tamper: turns the n-th message into those that arrive in its place.
     :param unix: whom the dialler finds on the Unix socket, or why it cannot connect.

@@ -1,4 +1,4 @@
-"""The listening socket that accepts no more connections than can be looked after."""
+"""The listening socket, which accepts no more connections than can be served."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class TestClose:
 
 
 async def test_a_pass_accepts_a_bounded_number(scenes: list[Scene]) -> None:
-    """However many have connected."""
+    """However many clients have connected."""
     scenes.append(scene := Scene(capacity=50))
     for _ in range(60):
         await scene.connect(b"")

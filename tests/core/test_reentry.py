@@ -1,4 +1,4 @@
-"""Code of the caller's objects runs inside a call, between its checks and the submit, and may close anything."""
+"""Code of the caller's objects, which runs inside a call between its checks and the submit, may close anything."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _close(world: World) -> None:
     refuse_work(world.left)  # the first step of it, now
 
 
-#: What that code does.
+#: The actions of that code.
 ACTS: dict[str, Callable[[World], None]] = {
     "closes the remote region": lambda world: retire(world.remote),
     "loses the peer": _lose,
@@ -137,7 +137,7 @@ class Liar(str):
 
 
 async def test_topics_are_encoded_by_python_itself(world: World) -> None:
-    """An object's own `encode` may return what is no bytes."""
+    """An object's own `encode` may return something else than bytes."""
     async with world.right.notifications("topic") as notes:
         await world.write(notify=(Liar("topic"), b"payload"))
         async with asyncio.timeout(5):

@@ -1,4 +1,4 @@
-"""Driver threads, the loop's thread, and who runs what: C3, C4."""
+"""Driver threads and the loop's thread, and what runs on each: C3, C4."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .conftest import World, gil_kept
 
 
 def wait_for_post(world: World, before: int) -> None:
-    """Spins, keeping the GIL, until a driver's thread has posted to the mailbox."""
+    """Spin, keeping the GIL, until a driver's thread has posted to the mailbox."""
     deadline = time.monotonic() + 5
     while world.left.stats().wakeups == before:
         assert time.monotonic() < deadline, "no thread of the driver got anywhere"
@@ -114,7 +114,7 @@ async def test_c4_resumed_directly_from_the_drain(world: World) -> None:
 
 
 @pytest.mark.parametrize("ending", ["task", "transfer", "feed", "drain"])
-async def test_c4_what_a_resumed_task_ends_is_resumed_by_the_loop(world: World, ending: str) -> None:
+async def test_c4_tasks_that_a_resumed_task_wakes_are_resumed_by_the_loop(world: World, ending: str) -> None:
     """It runs inside of the drain, but a task is current: itself."""
     world.plan.hold(count=3)
     first, second, third = world.write(), world.write(), world.write()
