@@ -39,7 +39,7 @@ alloc = pytest.mark.needs("ALLOC")
 
 
 def fill_ring(link: vt.Link, size: int = 1000) -> list[vt.Op]:
-    """Numbered notifications until no more is taken."""
+    """Send numbered notifications until no more is taken."""
     ops: list[vt.Op] = []
     while (op := vt.unless_busy(link.note, b"n", b"%06d" % len(ops) + bytes(size))) is not None:
         ops.append(op)
@@ -180,7 +180,7 @@ def test_import_needs_a_link_that_is_up(open_instance) -> None:
 
 
 @alloc
-def test_memory_of_one_link_is_nothing_on_another(open_instance) -> None:
+def test_memory_of_one_link_is_unknown_on_another(open_instance) -> None:
     a, b = open_instance(), open_instance()
     first, _ = vt.join(a, b)
     second, _ = vt.join(a, b)
@@ -442,7 +442,7 @@ def test_poll_budget(pair) -> None:
 
 @pytest.mark.needs("NOTIFY")
 def test_wakes_only_sleepers(pair) -> None:
-    """The receiver's descriptor is readable when there is something, and is not once all is taken."""
+    """The receiver's descriptor is readable when there is something to take, and not once all is taken."""
     left, right = pair
     if right.fd < 0:
         pytest.skip("the driver polls without a descriptor")
@@ -637,7 +637,7 @@ def test_cancel_queued(large: World) -> None:
 
 @pytest.mark.needs("CANCEL", "ALLOC", "SIGNAL", "NOTIFY")
 def test_cancel_at_every_stage(open_instance) -> None:
-    """At any moment cancel either stops signal and notification both, or comes too late for both."""
+    """At any moment cancel either stops both signal and notification, or comes too late for both."""
     left, right = open_instance.pair()
     world = World(left, right, 4 << 20)
     chance = random.Random(5)
@@ -702,7 +702,7 @@ def test_too_late_to_cancel_a_note_once_the_signal_is_out(world: World, size: in
 
 
 @pytest.mark.needs("CANCEL", "NOTIFY")
-def test_nothing_keeps_a_loop_busy_after_all_waiting_notes_are_cancelled(pair) -> None:
+def test_the_loop_is_idle_after_all_waiting_notes_are_cancelled(pair) -> None:
     left, right = pair
     ops = fill_ring(left)
     cancelled = [op for op in ops if not op.released and left.cancel(op)]
@@ -870,7 +870,7 @@ def test_fence_waits_for_the_peer(pair) -> None:
     left, right = pair
     fence = right.fence()
     right.poll()
-    assert not fence.released, "nobody has asked the peer yet"
+    assert not fence.released, "the peer was not asked yet"
     fence.ok(left, right)
     right.fence().ok()
 
@@ -885,7 +885,7 @@ def test_fence_ends_when_the_peer_is_dead(pair) -> None:
     left.stop().wait(left)
 
 
-def test_fence_that_never_comes_ends_with_the_link(pair) -> None:
+def test_an_unanswered_fence_ends_with_the_link(pair) -> None:
     _, right = pair
     fence = right.fence()
     right.stop(dead=False).wait(right)

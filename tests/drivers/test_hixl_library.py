@@ -123,7 +123,7 @@ def test_symbols_are_those_of_the_table() -> None:
 
 
 def test_transfer_sync_cannot_be_called() -> None:
-    """It would hold the lock of its link, on one back-end of all links; functions of HIXL are reached only by name."""
+    """It would hold the lock of its link, or, on one back-end, of all links; functions of HIXL are looked up by name only."""
     code = Path(importlib.import_module("hixl_async.drivers._hixl").__file__).read_bytes()
     assert b"13TransferAsyncERKN2ge" in code
     assert b"TransferSync" not in code

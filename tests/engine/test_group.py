@@ -1,4 +1,4 @@
-"""`engine.group()`: what begins together ends together."""
+"""`engine.group()`: transfers that begin together end together."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from hixl_async import Batch, ClosedError, RangeError, TransferError
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
-from .conftest import settle, until
+from .conftest import settle
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ async def test_the_first_failure_cancels_the_rest_and_interrupts_the_body(slow: 
     gc.collect()
 
 
-async def test_all_failures_are_told(slow: EnginePair, plan: FaultPlan) -> None:
+async def test_all_failures_are_raised(slow: EnginePair, plan: FaultPlan) -> None:
     plan.fail(count=3)
     _, remote = await slow.region("kv", 10)
     with pytest.raises(ExceptionGroup) as caught:
@@ -103,7 +103,7 @@ async def test_a_refused_call_is_an_error_of_the_body(slow: EnginePair, plan: Fa
     assert held.cancelled()
 
 
-async def test_nobody_leaves_before_all_are_drained(slow: EnginePair, plan: FaultPlan) -> None:
+async def test_the_block_ends_when_all_are_drained(slow: EnginePair, plan: FaultPlan) -> None:
     """Cancelled in the body, and again while it waits: bytes that are still to land land first."""
     plan.late()
     region, remote = await slow.region("kv", 10)
@@ -171,7 +171,7 @@ async def test_groups_in_groups(slow: EnginePair, plan: FaultPlan) -> None:
     assert first.result() == 10
 
 
-async def test_a_group_that_is_over(slow: EnginePair) -> None:
+async def test_a_finished_group_is_refused(slow: EnginePair) -> None:
     _, remote = await slow.region("kv", 10)
     async with slow.left.group() as group:
         pass

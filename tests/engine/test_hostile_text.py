@@ -10,8 +10,7 @@ import pytest
 from puppet import Puppet, puppet, stage
 
 from hixl_async import Engine, HixlError, PeerState
-
-from .conftest import until
+from hixl_async.testing import until
 
 FORGED = "bad\nWARNING forged\x1b[2J\r\u202e"
 

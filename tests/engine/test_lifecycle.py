@@ -1,4 +1,4 @@
-"""Opening and closing: idempotent, bounded, and without a trace, at whatever moment."""
+"""Opening and closing: idempotent, bounded, and without a trace, at any moment."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hixl_async import (
     RequestLostError,
     WrongLoopError,
 )
-from hixl_async.testing import FaultPlan, engine_pair, faulty
+from hixl_async.testing import FaultPlan, engine_pair, faulty, until
 
-from .conftest import deaf, settle, until
+from .conftest import deaf, settle
 
 
 def run_python(script: str, *options: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
@@ -74,14 +74,14 @@ async def test_an_engine_is_opened_once() -> None:
         await engine.open()
 
 
-async def test_repr_tells_where_and_whether_it_is_closed() -> None:
+async def test_repr_states_the_address_and_whether_it_is_closed() -> None:
     engine = await Engine("127.0.0.1:0", name="prefill-0").open()
     assert repr(engine) == f"<Engine 'prefill-0' at {engine.address}>"
     await engine.aclose()
     assert "closed" in repr(engine)
 
 
-async def test_a_body_that_raises_is_heard_and_the_engine_is_closed() -> None:
+async def test_an_error_of_the_body_is_raised_and_the_engine_is_closed() -> None:
     with pytest.raises(ZeroDivisionError):
         async with Engine("127.0.0.1:0") as engine:
             engine.allocate("kv", 4096)
@@ -108,7 +108,7 @@ async def test_a_driver_that_refuses_its_options() -> None:
     await engine.aclose()
 
 
-async def test_an_address_in_use_names_it_and_disturbs_nobody() -> None:
+async def test_an_address_in_use_is_named_and_its_owner_undisturbed() -> None:
     async with Engine("127.0.0.1:0") as first:
         second = Engine(first.address)
         with pytest.raises(AddressInUseError, match=first.address):
@@ -250,7 +250,7 @@ async def test_close_leaks_loudly_what_a_driver_still_holds() -> None:
                 except BufferError:
                     print("still pinned")
                 print(*(message for message in heard if "leaked" in message))
-                plan.release()  # the driver finishes after all: nobody is there, nothing crashes
+                plan.release()  # the driver finishes after all: nothing crashes, although its engine is gone
                 await asyncio.sleep(0.05)
             print("alive")
 
@@ -301,7 +301,7 @@ async def test_close_from_a_handler_of_the_engine_itself() -> None:
         await until(lambda: pair.right.closed)
 
 
-async def test_close_from_a_signal_of_the_end() -> None:
+async def test_close_from_a_lost_callback() -> None:
     """A lost-callback that closes the engine, called from the middle of the peer's end."""
     async with engine_pair() as pair:
         closing: list[asyncio.Future[None]] = []
@@ -324,10 +324,10 @@ async def test_close_callbacks_are_called_and_may_fail(loop_errors: list[dict[st
 async def test_close_ends_subscriptions_and_acceptors() -> None:
     engine = await Engine("127.0.0.1:0").open()
 
-    async def read(feed: Any) -> list[Any]:
-        return [item async for item in feed]
+    async def read(items: Any) -> list[Any]:
+        return [item async for item in items]
 
-    readers = [asyncio.ensure_future(read(feed)) for feed in (engine.notifications(), engine.accepted())]
+    readers = [asyncio.ensure_future(read(items)) for items in (engine.notifications(), engine.accepted())]
     await settle(3)
     await engine.aclose()
     assert await asyncio.gather(*readers) == [[], []]
