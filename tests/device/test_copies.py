@@ -1,4 +1,4 @@
-"""Transfers whose local side lies on a device that copies by itself: what it does is made up here, all else is real."""
+"""Transfers whose local side lies on a device that copies by itself: the device is simulated here, all else is real."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tensor:
 
 
 class Event:
-    """Of one copy, which happens when the test says so."""
+    """The event of one copy, which happens when the test says so."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self.run = run
@@ -76,7 +76,7 @@ class Device:
         return self.events[-1]
 
     def serve(self, engine: Engine) -> None:
-        """From now on the engine takes tensors of this device."""
+        """Let the engine take tensors of this device."""
 
         def address_of(local: Any, writable: bool) -> Operand:
             return Operand(1, len(local.data), local, True) if isinstance(local, Tensor) else operand(local, writable)
@@ -206,7 +206,7 @@ async def test_the_device_refuses(scene: Scene) -> None:
     assert await transfer == 5
 
 
-async def test_memory_that_no_device_can_reach(scene: Scene) -> None:
+async def test_memory_that_the_device_cannot_reach(scene: Scene) -> None:
     scene.pair.right.register("registered", bytearray(64), access="write")
     remote = await scene.pair.peer.region("registered")
     with pytest.raises(BufferTypeError, match="registered.*CPU"):
@@ -214,8 +214,8 @@ async def test_memory_that_no_device_can_reach(scene: Scene) -> None:
     assert scene.engine.stats().pinned == 0
 
 
-async def test_a_region_is_not_given_back_under_a_copy(scene: Scene) -> None:
-    """Its owner's word that it is closed waits for us, as it does for copies of our own threads."""
+async def test_a_region_is_not_released_during_a_copy(scene: Scene) -> None:
+    """Its owner's close waits for the copy, as it does for copies of this process's own threads."""
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
     closing = asyncio.ensure_future(scene.region.aclose())
     await settle(0.05)
@@ -227,7 +227,7 @@ async def test_a_region_is_not_given_back_under_a_copy(scene: Scene) -> None:
     assert not scene.region.pins
 
 
-async def test_a_peer_is_not_left_under_a_copy(scene: Scene) -> None:
+async def test_a_peer_is_not_left_during_a_copy(scene: Scene) -> None:
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], notify=("t", b""))
     notes = scene.pair.right.notifications("t")
     closing = asyncio.ensure_future(scene.pair.peer.aclose())
@@ -250,7 +250,7 @@ async def test_a_mapping_is_pinned_once(scene: Scene) -> None:
     await until(lambda: not scene.device.pinned)
 
 
-async def test_a_peer_that_is_lost_under_a_copy(scene: Scene) -> None:
+async def test_a_peer_that_is_lost_during_a_copy(scene: Scene) -> None:
     """Its memory stays mapped until the device is done with it."""
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], notify=("t", b""))
     await scene.pair.right.aclose()

@@ -19,7 +19,7 @@ from .pages import PAGES, ROOT, blocks
 FOLDERS = "hixl_async|tests|docs|examples|benchmarks"
 
 
-def test_files_that_are_named_exist() -> None:
+def test_named_files_exist() -> None:
     missing = {
         (page.name, name)
         for page in PAGES
@@ -77,7 +77,7 @@ class StepwiseEngine:
 
     def __init__(self, order: random.Random) -> None:
         self._order = order
-        #: Called between two bytes of a read: what another process does meanwhile.
+        #: Called between two bytes of a read: the work of another process meanwhile.
         self.meanwhile: Callable[[], None] = lambda: None
 
     async def write(self, data: bytes, where: Range, *, signal: tuple[Range, int] | None = None) -> None:

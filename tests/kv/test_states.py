@@ -235,7 +235,7 @@ class Streaming(RuleBasedStateMachine):
         if self.consumer.opened:
             self.consumer.fence()
 
-    # ---- what must hold ----
+    # ---- invariants ----
 
     @invariant()
     def one_outcome(self) -> None:

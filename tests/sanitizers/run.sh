@@ -28,7 +28,7 @@ test -f "$LD_PRELOAD" || { echo "gcc has no $runtime; on Debian: apt-get install
 # So that it finds what throws exceptions; libraries that use it come later.
 LD_PRELOAD="$LD_PRELOAD $(gcc -print-file-name=libstdc++.so.6)"
 
-# Reports go into files: pytest would swallow those of tests that pass, and a child's exit code may be nobody's business.
+# Reports go into files, because pytest hides those of tests that pass, and a child's exit code may not be checked.
 log=$PWD/$build/reports/report
 export LD_PRELOAD
 export PYTHONPATH="$build/lib"
