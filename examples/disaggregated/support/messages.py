@@ -1,4 +1,4 @@
-"""What the processes of the demo say to one another: small records that travel as JSON."""
+"""The messages between the processes of the demo: small records that travel as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class Record:
-    """Travels as the body of a request, or as the bytes of a notification."""
+    """A record that travels as the body of a request, or as the bytes of a notification."""
 
     def body(self) -> dict[str, Any]:
         return asdict(self)
@@ -24,7 +24,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Settings(Record):
-    """What a process is told when it is started."""
+    """The settings that a process gets when it is started."""
 
     router: str
     """Address of main.py's engine."""
@@ -80,7 +80,7 @@ class Step(Record):
 
 @dataclass(frozen=True)
 class Report(Record):
-    """What a process answers when its part of a run is done."""
+    """The answer of a process when its part of a run is done."""
 
     kv: list[str]
     """For each layer a digest of the prompt's keys and values, in the order of the tokens."""
@@ -94,7 +94,7 @@ class Report(Record):
     """and how many bytes they moved."""
 
 
-# Topics of notifications. A run has topics of its own, as many may be under way at once.
+# Topics of notifications. A run has topics of its own, because many may be under way at once.
 
 
 def first_token_topic(run: int) -> str:
