@@ -95,7 +95,7 @@ class Half:
 
 
 class ShmEnd:
-    """Our end of a shm link: `theirs` is the half that we write to, `ours` the one that the engine writes to."""
+    """The test's end of a shm link: `theirs` is the half that the test writes, `ours` the one that the engine writes."""
 
     def __init__(self, fds: Sequence[int], capacity: int = 65536) -> None:
         self.theirs, self.their_segment, self.their_bell = Half(fds[0]), fds[0], fds[1]
@@ -107,7 +107,7 @@ class ShmEnd:
 
     @property
     def fds(self) -> list[int]:
-        """What travels with the metadata."""
+        """The descriptors that travel with the metadata."""
         return [self.segment, self.read_end]
 
     def ring(self, count: int = 1) -> None:
@@ -267,7 +267,7 @@ class Stage:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address that it listens on."""
         return str(self._listener.address)
 
     def _take(self, connection: Connection) -> None:

@@ -45,7 +45,7 @@ async def test_a_writer_is_stopped_during_a_write(caplog: pytest.LogCaptureFixtu
         with pytest.raises(BufferError):
             borrowed.append(1)
 
-        # What comes next lies elsewhere, and is not touched by what the writer finishes later.
+        # The next memory lies elsewhere, and is not touched when the writer finishes later.
         fresh, other = engine.allocate("kv", SIZE, access="read"), bytearray(SIZE)
         pattern = bytes(range(256)) * (SIZE // 256)
         memoryview(fresh)[:] = other[:] = pattern

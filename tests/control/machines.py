@@ -54,7 +54,7 @@ Tamper = Callable[[int, bytes], list[bytes]]
 
 @dataclasses.dataclass
 class Outcome:
-    """How a handshake ended on both sides: established, failed, or waiting for a message that never came."""
+    """The outcome of a handshake on both sides: established, failed, or waiting for a message that never came."""
 
     dialler: Established | None = None
     listener: Established | None = None

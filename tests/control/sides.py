@@ -108,7 +108,7 @@ class Arrived(NamedTuple):
 
 
 class Inbox:
-    """Starts a connection and collects what it delivers."""
+    """The messages of a connection, which it starts."""
 
     def __init__(self, connection: Connection) -> None:
         self.messages: asyncio.Queue[Arrived] = asyncio.Queue()

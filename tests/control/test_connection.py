@@ -61,7 +61,7 @@ def send_forever(connection: Connection, body: dict[str, Any], *fds: int) -> Non
 
 
 class Counter:
-    """Counts messages, and works on each for some seconds; ``await reached(n)`` waits for the n-th."""
+    """A counter of messages that works on each for some seconds; ``await reached(n)`` waits for the n-th."""
 
     def __init__(self, connection: Connection, work: float = 0.0) -> None:
         self.messages = 0
@@ -585,7 +585,7 @@ class TestCloses:
 
     async def test_warns_if_it_was_not_closed(self, pair: Pair) -> None:
         mine, _ = pair
-        # What the fixtures hold is closed by them: a connection of our own, over the same kind of channel.
+        # The fixtures close what they hold, so this is another connection over the same kind of channel.
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with pytest.warns(ResourceWarning, match="unclosed <Connection"):
             Connection(

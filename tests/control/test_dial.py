@@ -376,7 +376,7 @@ class TestNoAnswer:
         real = limiter._sock
 
         class Exhausted:
-            """Accepts only in the reserve."""
+            """A socket that accepts only with the reserve descriptor."""
 
             def accept(self) -> object:
                 if limiter._spare is not None:

@@ -189,7 +189,7 @@ async def test_tasks_wait_for_their_turn(scheduler: FairScheduler, clock: Clock)
 
 
 class TestConnections:
-    """They share the budget, whatever is sent over each of them."""
+    """The budget that connections share, whatever is sent over each of them."""
 
     @staticmethod
     def watch(clock: Clock) -> tuple[list[int], Callable[[], None]]:

@@ -166,7 +166,7 @@ async def test_open_that_is_cancelled_during_a_start_that_never_ends(loop_errors
     assert "still held the memory of 1 transfers or calls" in context["message"]
     loop_errors.clear()
     assert engine.driver_stats()["shm"], "the driver was closed under its own call"
-    # What was leaked is given back here, for the balance of the tests.
+    # Leaked memory is released here, so that the balance sheet is empty.
     plan.release()
     await until(lambda: plan.counts.released == 1)
     engine._drivers["shm"].close()

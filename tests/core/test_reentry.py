@@ -74,7 +74,7 @@ CALLS: dict[str, Callable[[World, Callable[[], None]], Any]] = {
     ),
     "a signal's value": lambda world, act: world.write(signal=(world.remote[64:72], Index(act))),
     "a priority": lambda world, act: world.write(priority=_made(Word, "low", act)),
-    "a deadline": lambda world, act: world.write(deadline=_made(Number, 1, act)),
+    "a timeout": lambda world, act: world.write(timeout=_made(Number, 1, act)),
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ SIZE = 4096
 
 
 class Tensor:
-    """Bytes on the device."""
+    """A tensor of bytes on the device."""
 
     def __init__(self, data: bytes) -> None:
         self.data = bytearray(data)

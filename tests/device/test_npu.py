@@ -93,7 +93,7 @@ async def test_drivers_of_host_memory_refuse_tensors_on_devices(drivers: Any) ->
         region = pair.right.register("weights", weights, access="read-write")
         remote = await pair.peer.region("weights")
         assert pair.peer.route(remote).startswith("hixl: "), "shared memory cannot reach a device"
-        # What shm would copy by its address must never be an address of a device.
+        # shm must never get the address of device memory, because it would copy from it.
         host = pair.right.allocate("host", 128, access="read-write")
         there = await pair.peer.region("host")
         assert pair.peer.route(there).startswith("shm: ")

@@ -26,7 +26,7 @@ _BLOCKS = re.compile(
 
 
 class Block(NamedTuple):
-    """Some Python code of a page."""
+    """A Python block of a page."""
 
     page: Path
     #: The number of lines above it.

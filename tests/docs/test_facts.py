@@ -51,7 +51,7 @@ def test_options_of_the_command_are_documented(command: str, capsys: pytest.Capt
 
 @pytest.fixture
 def recipe() -> dict[str, Any]:
-    """What docs/concepts/memory-model.md defines."""
+    """The definitions of docs/concepts/memory-model.md."""
     [block] = [block for block in blocks(ROOT / "docs/concepts/memory-model.md") if "async def read_row" in block.code]
     namespace: dict[str, Any] = {"struct": struct}
     exec(block.code.partition("\n\nrow = ")[0], namespace)

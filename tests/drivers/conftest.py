@@ -96,7 +96,7 @@ def leakless() -> Iterator[None]:
 
 
 class Maker:
-    """Opens instances that are closed, and checked, when the test ends."""
+    """A maker of instances that are closed, and checked, when the test ends."""
 
     def __init__(self, driver: vt.CDriver, options: dict[str, str]) -> None:
         self.driver, self.options = driver, options

@@ -1,4 +1,4 @@
-"""What every driver must do, in one process: two instances, the two ends of a link.
+"""Requirements of every driver, in one process: two instances, the two ends of a link.
 
 T1..T6 are the threading rules at the top of hxa_driver.h; vtable.py checks T4 in every test.
 """
@@ -461,7 +461,7 @@ def test_full_ring_loses_and_reorders_nothing(pair, size: int) -> None:
     left, right = pair
     ops = fill_ring(left, size)
     n = len(ops)
-    # Newest first, for some drivers go on sending meanwhile.
+    # Newest first, because some drivers go on sending meanwhile.
     pending = [op for op in reversed(ops) if not op.released][::-1]
     assert pending
     assert pending == ops[-len(pending) :], "a later notification was finished before an earlier one"

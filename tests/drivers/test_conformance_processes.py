@@ -1,4 +1,4 @@
-"""What every driver must do between two processes, also when one of them is stopped or killed."""
+"""Requirements of every driver between two processes, also when one of them is stopped or killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How drivers are found."""
+"""The lookup of drivers."""
 
 from __future__ import annotations
 

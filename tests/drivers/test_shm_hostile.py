@@ -492,7 +492,7 @@ def test_doorbell_made_blocking(hostile: Hostile) -> None:
 
 
 def test_doorbell_that_cannot_be_read_any_more(open_instance) -> None:
-    """A splice takes RWF_NOWAIT away from the description that both share: the link breaks, instead of waking us for ever."""
+    """A splice takes RWF_NOWAIT from the shared description: the link breaks, instead of waking the victim forever."""
     made = Hostile(open_instance(nowait=1, ring_bytes=65536))
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
@@ -624,7 +624,7 @@ def test_holes_punched_into_a_region_while_it_is_used(open_instance) -> None:
 
 
 def test_guard_around_a_region(open_instance) -> None:
-    """What the driver lets a batch reach ends with the region, to the byte, though mappings end with the page."""
+    """A batch reaches no byte behind the region, although mappings end with the page."""
     left, right = open_instance.pair()
     there, here = right.instance.alloc(100), left.instance.alloc(200)
     remote = left.imported(there)

@@ -162,7 +162,7 @@ FUNCTIONS: dict[str, Any] = {
     "mem_return": (None, HANDLE, HANDLE),
     "waits": (c.c_int, HANDLE, OP),
 }
-#: What the table has grown by: not every driver needs it.
+#: Functions added to the table later: not every driver has them.
 OPTIONAL = (
     "start", "shutdown", "mem_ready", "mem_retire", "message", "abandon", "link_pace", "about", "mem_borrow", "mem_return",
     "waits",
@@ -246,7 +246,7 @@ class Event:
 
 
 class Wire:
-    """What carries the messages of one link to the driver in another process; any thread may send, nothing blocks."""
+    """The carrier of one link's messages to the driver in another process; any thread may send, nothing blocks."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -587,7 +587,7 @@ class Instance:
         op.accepted("start", self.vt.start(self.handle, op.pointer)).ok()
 
     def ready(self, memory: Memory) -> Memory:
-        """Once peers may be told of it."""
+        """Return memory once peers may be told of it."""
         if self.vt.mem_ready:
             op = Op(self)
             op.accepted("mem_ready", self.vt.mem_ready(memory.handle, op.pointer)).ok()
@@ -720,7 +720,7 @@ def threads() -> list[str]:
 
 
 def holdings() -> dict[str, Counter[str]]:
-    """What a process holds; descriptors by number and target."""
+    """Return what a process holds; descriptors by number and target."""
     return {
         "descriptors": Counter(f"{fd} -> {target}" for fd, target in descriptors().items()),
         "mappings": Counter(mappings()),

@@ -1,4 +1,4 @@
-"""How two engines connect, and every way in which they may fail to."""
+"""How two engines connect, and every way in which connecting may fail."""
 
 from __future__ import annotations
 

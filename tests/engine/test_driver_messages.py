@@ -1,4 +1,4 @@
-"""What drivers say to each other, carried over the control connection."""
+"""Messages between drivers, carried over the control connection."""
 
 from __future__ import annotations
 

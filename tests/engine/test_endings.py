@@ -161,7 +161,7 @@ async def test_a_link_that_breaks_on_one_side_only() -> None:
                 assert type(caught.value) is kind
         with pytest.raises(PeerLostError, match="broken by the fault plan"):
             await transfer
-        # What may still be written stays pinned.
+        # Memory that may still be written stays pinned.
         assert region.pins == 1
         assert not pair.back.confirmed_dead
         assert not transfer.drained().done()

@@ -200,7 +200,7 @@ async def test_a_flood_of_requests_is_bounded(pair: EnginePair) -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 async def test_requests_wait_for_their_turn(pair: EnginePair, lost: bool) -> None:
-    """No more are under way than are handled there at the same time; who waits hears of the end, too."""
+    """No more are under way than are handled there at the same time; a waiting caller hears of the end, too."""
     running: list[int] = []
     go = asyncio.Event()
 

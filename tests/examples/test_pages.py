@@ -10,7 +10,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-#: What the last line of each begins with.
+#: The beginning of the last line of each.
 LAST = {
     "write.py": "sender wrote 8 MiB: as sent",
     "read_windows.py": "100 rows, 100 times: ",

@@ -51,7 +51,7 @@ LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 NAMES = ("a", "b", "c")
 ENGINES = st.integers(0, len(NAMES) - 1)
 PICK = st.integers(0, 1 << 16)
-#: What new work may be refused with, while ends and faults are about.
+#: The errors that may refuse new work while connections end and faults occur.
 REFUSED = (BusyError, PeerDownError, StaleRegionError, ClosedError)
 #: Rules that a plan has room for.
 PLANNED = 64
@@ -73,7 +73,7 @@ def on_loop(
 class Machine(RuleBasedStateMachine):
     """The rules; drivers come with the subclasses."""
 
-    #: How many programs have run, and how many of each kind of step.
+    #: The number of programs that have run.
     programs: ClassVar[int] = 0
 
     def __init__(self) -> None:
@@ -417,7 +417,7 @@ class Machine(RuleBasedStateMachine):
                 event(f"{operation.verb}: {outcome(transfer)}")
                 if operation.note in self.expected and not transfer.cancelled():
                     error = transfer.exception()
-                    # What a broken link gave up may still land late, and with it what follows it.
+                    # Work that a broken link gave up may still land late, and with it what follows it.
                     if not isinstance(error, PeerLostError):
                         self.expected[operation.note] = "never" if error else "surely"
             if operation.resolved and transfer.drained().done():
@@ -478,11 +478,11 @@ def cut(cell: int) -> slice:
 
 
 class Shm(Machine):
-    """On shared memory as it is."""
+    """Engines on shared memory as it is."""
 
 
 class FaultyShm(Machine):
-    """On shared memory with faults of all kinds."""
+    """Engines on shared memory with faults of all kinds."""
 
     def _drivers(self) -> dict[str, Any]:
         return dict(faulty("shm", self.plan, **self.options))

@@ -295,7 +295,7 @@ def _tracker() -> None:
     resource_tracker.ensure_running()
 
 
-#: What children made by fork find in their copy of this module.
+#: Objects that children made by fork find in their copy of this module.
 inherited: list[Any] = []
 
 

@@ -86,7 +86,7 @@ async def test_verbs(world: World) -> None:
     for verb, expected in {"read": "r", "write": "w", "note": "n", "transfer": "rw", "any": "rwn"}.items():
         world.plan.clear().busy(verb=verb)  # type: ignore[arg-type]
         refused = ""
-        for letter, call in (
+        for name, call in (
             ("r", world.read),
             ("w", world.write),
             ("n", lambda: world.pair.left.notify(world.pair.peer, "t")),
@@ -94,7 +94,7 @@ async def test_verbs(world: World) -> None:
             try:
                 call()
             except BusyError:
-                refused += letter
+                refused += name
         assert refused == expected
 
 
@@ -307,7 +307,7 @@ async def test_late_read(world: World) -> None:
 
 
 async def test_late_and_dropped(world: World) -> None:
-    """What breaks the link itself is over at once, late or not."""
+    """A fault that breaks the link ends the work at once, late or not."""
     world.plan.late(nth=1).drop_peer(nth=1)
     transfer = world.write()
     with pytest.raises(PeerLostError):

@@ -31,10 +31,10 @@ class Settings(Record):
     driver: str
     loop: str
     pool_blocks: int
-    """How many blocks of keys and values its memory can hold."""
+    """The number of blocks of keys and values that its memory can hold."""
     random_model: bool
     bytes_per_second: float | None = None
-    """Paces what the process writes to others; None: as fast as it goes."""
+    """The limit of the process's writes to others; None: no limit."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,15 @@ class Report(Record):
     """The answer of a process when its part of a run is done."""
 
     kv: list[str]
-    """For each layer a digest of the prompt's keys and values, in the order of the tokens."""
+    """A digest of the prompt's keys and values for each layer, in the order of the tokens."""
     blocks: list[int]
     """The block table: where in the process's memory they lie."""
     timeline: str
     """See `Timeline.to_json`."""
     transfers: int = 0
-    """How many transfers the process started,"""
+    """The number of transfers that the process started,"""
     transferred: int = 0
-    """and how many bytes they moved."""
+    """and the number of bytes that they moved."""
 
 
 # Topics of notifications. A run has topics of its own, because many may be under way at once.

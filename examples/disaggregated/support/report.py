@@ -94,7 +94,7 @@ class Console:
             sys.stdout.write(text)
             sys.stdout.flush()
         except BrokenPipeError:
-            # What is still in its buffer would fail once more at exit.
+            # The rest of its buffer would fail once more at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise ReaderLeft from None
 

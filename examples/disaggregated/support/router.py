@@ -28,9 +28,9 @@ class Run:
     prompt: list[int]
     max_tokens: int
     asked_ns: int
-    """When the router sent the request,"""
+    """The time at which the router sent the request,"""
     heard_ns: list[int] = field(default_factory=list)
-    """and when it heard of each token."""
+    """and the times at which it heard of each token."""
     steps: list[Step] = field(default_factory=list)
     """The prefill, then a step for each further token."""
     reports: dict[str, Report] = field(default_factory=dict)

@@ -63,13 +63,12 @@ class Wire(NamedTuple):
 
     bytes_per_second: float
     layer_ns: float
-    """What it needs for a layer,"""
+    """The time that it needs for a layer,"""
     computed_ns: float
-    """and what P needs to compute one."""
+    """and the time that P needs to compute one."""
 
     def exposed_ns(self, layers: int) -> float:
-        """How long D has to wait at most after the prefill, if K/V are streamed: for the last layer, if the wire is the
-        faster of the two."""
+        """Return how long D waits at most after the prefill if K/V are streamed: for the last layer, if the wire is faster."""
         return self.layer_ns + (layers - 1) * max(0.0, self.layer_ns - self.computed_ns)
 
 
@@ -179,7 +178,7 @@ class Story:
         speed = f"{size(wire.bytes_per_second)}/s"
         console.heading(f"The same {len(together.prompt)} tokens over a paced link of {speed}")
         console.paragraphs(
-            "Within one host, keys and values (K/V) travel faster than anybody could wait for them. So now the link is "
+            "Within one host, keys and values (K/V) travel too fast for a wait to be noticed. So now the link is "
             f"PACED: the copies are real, but each is held back until a wire of {speed} would have delivered it. Such "
             f"a wire needs {milliseconds(wire.layer_ns)} for a layer, and P {milliseconds(wire.computed_ns)} to "
             "compute one. First, K/V are streamed as before; then they are sent after the prefill, and D waits for "
