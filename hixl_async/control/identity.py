@@ -31,6 +31,7 @@ class Identity(NamedTuple):
     def parse(cls, value: object) -> Identity:
         """Return the identity that the other side claims.
 
+        :param value: the object as it was decoded.
         :raises ProtocolError: if it is missing or malformed.
         """
         if not isinstance(value, dict) or value.keys() != set(cls._fields) or not isinstance(value["drivers"], list):

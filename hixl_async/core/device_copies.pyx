@@ -17,14 +17,14 @@ from .event_poller import EventPoller
 
 @cython.final
 cdef class DeviceCopies:
-    """Those of one engine that are under way.
+    """The copies of one engine that are under way.
 
     The driver lends the mapped address, so that neither a fence nor a stop passes the copy by.  Devices have no descriptor to
     wait for, so their events are polled.  What follows the data, a signal or a notification, goes to the driver when the copy
     is over (C11).
 
-    :param pin: ``pin(tensor, address, nbytes)`` makes a mapping known to the device; answers what undoes it, or None.
-    :param copy: ``copy(tensor, address, nbytes, to_device)`` begins a copy; answers its event, which has ``query()``.
+    ``pin(tensor, address, nbytes)`` makes a mapping known to the device, and returns what undoes it, or None.
+    ``copy(tensor, address, nbytes, to_device)`` begins a copy, and returns its event, which has ``query()``.
     """
 
     cdef InFlightTable core

@@ -235,10 +235,9 @@ cdef class Driver:
 
     Public methods are for the engine package: no object of a user leads to a driver by public names.
 
-    :param core: the engine's core, which `in_flight.start` has bound to a loop.
-    :param capsule: the driver's table.
-    :param name: the name by which the engine and its peers know it.
-    :param options: the driver's own options, by name.
+    ``Driver(core, capsule, name, options)`` opens it: for a core that `in_flight.start` has bound to a loop, with the table in
+    `capsule`, under the name by which the engine and its peers know it, and with its own options by name.
+
     :raises DriverLoadError: if `capsule` holds no table that this core understands.
     :raises InvalidArgumentError: if an option is malformed, or there are too many options or drivers.
     :raises DriverError: if the driver refuses to open.

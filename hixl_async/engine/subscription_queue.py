@@ -128,13 +128,13 @@ class SubscriptionQueue(Generic[T]):
         return self._queue.take() if self._queue else None
 
     def close(self) -> None:
-        """Ends it; the iterator stops after what it holds.  Idempotent."""
+        """End the queue; the iterator stops after what it holds.  Idempotent."""
         if not self._queue.closed:
             self._queue.close()
             self._forget(self._queue)
 
     async def aclose(self) -> None:
-        """As `close`, for ``async with`` and ``contextlib.aclosing``."""
+        """Do as `close`, for ``async with`` and ``contextlib.aclosing``."""
         self.close()
 
     async def __aenter__(self) -> Self:

@@ -69,8 +69,6 @@ IN_THE_THIRD_PERSON = {
     "hixl_async.Engine.room",
     "hixl_async.Engine.serve",
     "hixl_async.Engine.unserve",
-    "hixl_async.Subscription.aclose",
-    "hixl_async.Subscription.close",
 }
 
 
