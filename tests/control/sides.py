@@ -183,6 +183,20 @@ def same_file(one: int, other: int) -> bool:
     return os.path.samestat(os.fstat(one), os.fstat(other))
 
 
+async def closed(sock: socket.socket) -> bytes:
+    """Wait until the other side closes the connection; return what it said before."""
+    said = b""
+    loop = asyncio.get_running_loop()
+    try:
+        while data := await loop.sock_recv(sock, 65536):
+            said += data
+    except ConnectionResetError:
+        if sock.family == socket.AF_UNIX:
+            said += await closed(sock)
+    sock.close()
+    return said
+
+
 async def passes(number: int) -> None:
     """Let the loop run a number of passes."""
     loop = asyncio.get_running_loop()

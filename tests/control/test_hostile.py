@@ -24,7 +24,7 @@ from hixl_async.errors import ConnectError, PeerDownError, ProtocolError
 
 from .conftest import Stalls
 from .machines import PATH, dialler
-from .sides import SECRET, Host, HostFactory, Inbox, Stranger, elsewhere, memory, passes
+from .sides import SECRET, Host, HostFactory, Inbox, Stranger, closed, elsewhere, memory, passes
 
 
 def name_of(host: Host) -> RendezvousName:
@@ -44,20 +44,6 @@ def hello() -> bytes:
 
 async def unix_stranger(host: Host) -> socket.socket:
     return rendezvous.connect(name_of(host), host.unix_dir)
-
-
-async def closed(sock: socket.socket) -> bytes:
-    """Return what the other side says before it closes the connection."""
-    said = b""
-    loop = asyncio.get_running_loop()
-    try:
-        while data := await loop.sock_recv(sock, 65536):
-            said += data
-    except ConnectionResetError:
-        if sock.family == socket.AF_UNIX:
-            said += await closed(sock)
-    sock.close()
-    return said
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from passes import settle
 
 from hixl_async import BusyError, ClosedError, Engine, InvalidArgumentError
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
@@ -33,11 +34,6 @@ async def narrow() -> AsyncIterator[Narrow]:
         yield Narrow(pair, plan, remote)
         plan.clear()
         plan.release()
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 async def test_more_than_the_bound_is_refused(narrow: Narrow) -> None:

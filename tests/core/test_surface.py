@@ -39,8 +39,8 @@ PUBLIC = {
     hixl_async.Transfer: {*FUTURE, "at_least", "drained", "nbytes", "progress", "state"},
     hixl_async.Batch: {"count", "nbytes", "shifted", "strided"},
     hixl_async.Peer: {
-        "aclose", "add_lost_callback", "add_signal_callback", "address", "confirmed_dead", "drivers", "error", "fenced", "identity",
-        "limit_bandwidth", "name", "post", "region", "regions", "remove_lost_callback", "remove_signal_callback",
+        "aclose", "add_lost_callback", "add_signal_callback", "address", "confirmed_dead", "drivers", "error", "fenced",
+        "identity", "limit_bandwidth", "name", "post", "region", "regions", "remove_lost_callback", "remove_signal_callback",
         "request", "route", "same_host", "state",
     },
     hixl_async.Group: {"read", "submit", "write"},

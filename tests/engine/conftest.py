@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import socket
@@ -34,12 +33,6 @@ async def engine() -> AsyncIterator[Engine]:
     """One engine that listens."""
     async with Engine("127.0.0.1:0", name="engine", close_timeout=1) as engine:
         yield engine
-
-
-async def settle(rounds: int = 10) -> None:
-    """Let everything run that is due."""
-    for _ in range(rounds):
-        await asyncio.sleep(0)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from passes import settle
 from puppet import GONE, Puppet, puppet, stage
 
 from hixl_async import (
@@ -28,7 +29,7 @@ from hixl_async.control import codec
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 from tests.hixlsim.build import build
 
-from .conftest import deaf, settle
+from .conftest import deaf
 
 SECRET = "a secret that both of us know"
 

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Awaitable
 
 import numpy
 import pytest
+from passes import settle
 
 from hixl_async import Batch, BufferTypeError, Region, RemoteRegion, TransferTimeoutError
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
-
-from .conftest import settle
 
 
 @pytest.fixture

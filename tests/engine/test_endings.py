@@ -7,6 +7,7 @@ import contextlib
 from typing import Any
 
 import pytest
+from passes import settle
 from puppet import ARMED, GONE, HEAD, puppet
 
 from hixl_async import (
@@ -20,8 +21,6 @@ from hixl_async import (
 )
 from hixl_async.engine.session import Mark
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
-
-from .conftest import settle
 
 # -- both at once
 

@@ -7,11 +7,10 @@ import gc
 from collections.abc import AsyncIterator
 
 import pytest
+from passes import settle
 
 from hixl_async import Batch, ClosedError, RangeError, TransferError
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
-
-from .conftest import settle
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import textwrap
 from typing import Any
 
 import pytest
+from passes import settle
 
 from hixl_async import (
     AddressInUseError,
@@ -26,7 +27,7 @@ from hixl_async import (
 )
 from hixl_async.testing import FaultPlan, engine_pair, faulty, until
 
-from .conftest import deaf, settle
+from .conftest import deaf
 
 
 def run_python(script: str, *options: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 import pytest
+from passes import settle
 
 from hixl_async import (
     BufferTypeError,
@@ -23,8 +24,6 @@ from hixl_async import (
 )
 from hixl_async.engine.notifications import Subscriptions
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process, until
-
-from .conftest import settle
 
 
 async def test_topics_are_separate(pair: EnginePair) -> None:

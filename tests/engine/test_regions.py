@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 import pytest
+from passes import settle
 from puppet import mem_metadata, puppet, segment, stage, text
 
 from hixl_async import (
@@ -31,8 +32,6 @@ from hixl_async import (
 )
 from hixl_async.control.scheduler import Progress
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
-
-from .conftest import settle
 
 WORDS: list[AccessLike] = ["none", "read", "write", "read-write"]
 

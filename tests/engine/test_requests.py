@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from passes import settle
 from puppet import puppet
 
 from hixl_async import (
@@ -28,8 +29,6 @@ from hixl_async import (
 from hixl_async.control import Incoming
 from hixl_async.engine.rpc import MAX_HANDLERS
 from hixl_async.testing import EnginePair, engine_pair, until
-
-from .conftest import settle
 
 
 async def test_handlers_that_answer_at_once_and_later(pair: EnginePair) -> None:

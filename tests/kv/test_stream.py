@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
+from passes import settle
 
 from hixl_async.errors import (
     BusyError,
@@ -24,7 +25,7 @@ from hixl_async.errors import (
 )
 from hixl_async.kv import LayerBlocks, Layout, Pool, Verdict, sender
 
-from .conftest import LAYOUT, Pair, settle
+from .conftest import LAYOUT, Pair
 
 
 async def collect(stream: Any) -> list[int]:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from passes import settle
 
 from hixl_async.errors import StreamAbortedError, TicketError
 from hixl_async.kv import Ticket, Verdict
 
-from .conftest import LAYOUT, Pair, settle
+from .conftest import LAYOUT, Pair
 
 #: Ways to change one field, by its name; each keeps the ticket well-formed where that is possible.
 CHANGES: dict[str, Callable[[Any], st.SearchStrategy[Any]]] = {
