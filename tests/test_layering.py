@@ -520,7 +520,7 @@ def test_every_compiled_module_has_a_stub() -> None:
 # ---- the package as it is imported -----------------------------------------------------------------------------------
 
 
-def test_what_is_exported_is_what_is_listed() -> None:
+def test_exported_and_listed_names_are_equal() -> None:
     listed = hixl_async.__all__
     assert len(listed) == len(set(listed))
     public = {
@@ -532,7 +532,7 @@ def test_what_is_exported_is_what_is_listed() -> None:
 
 
 @rule
-def test_every_module_says_what_it_exports() -> Iterator[Violation]:
+def test_every_module_lists_its_exports() -> Iterator[Violation]:
     for source in SOURCES:
         if source.path.name == "__main__.py" or source.unit == "testing":  # parts of testing need hypothesis
             continue

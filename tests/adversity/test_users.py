@@ -259,7 +259,7 @@ def _attempts(fd: int, pid: int, where: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def test_a_reader_can_write_in_no_way() -> None:
+def test_a_reader_cannot_write_in_any_way() -> None:
     both(_guarding_owner, _intruding_reader)
 
 

@@ -151,7 +151,7 @@ def test_info_says_why_a_driver_cannot_be_opened() -> None:
 
 
 @pytest.mark.parametrize("without", [(), ("batch", "connect_async", "capability")])
-def test_info_shows_what_the_library_of_a_driver_can_do(without: tuple[str, ...]) -> None:
+def test_info_shows_the_abilities_of_a_drivers_library(without: tuple[str, ...]) -> None:
     root = build(without=without)
     result = hixl("info", env={"ASCEND_HOME_PATH": str(root)})
     assert result.returncode == 0
@@ -231,7 +231,7 @@ def test_ping_as_json(serve: Callable[..., Server]) -> None:
     assert "hixl.scratch" in facts["write"]["skipped"]
 
 
-def test_ping_carries_as_much_as_it_says(serve: Callable[..., Server]) -> None:
+def test_ping_carries_as_many_bytes_as_it_reports(serve: Callable[..., Server]) -> None:
     server = serve()
     for size in (0, cli.MAX_SIZE):
         facts = json.loads(hixl("ping", server.address, "--json", "--count", "1", "--size", str(size)).stdout)

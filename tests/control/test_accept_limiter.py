@@ -214,13 +214,13 @@ class TestSilence:
             assert b"took longer than 0.03 s" in await closed(sock)
         assert scene.limiter.silent == 0
 
-    async def test_of_those_that_left_takes_no_room(self, scenes: list[Scene]) -> None:
+    async def test_of_closed_connections_takes_no_room(self, scenes: list[Scene]) -> None:
         scenes.append(scene := Scene())
         (await scene.connect(b"")).close()
         await scene.began.get()
         assert scene.limiter.silent == 0
 
-    async def test_does_not_take_the_place_of_those_that_wait(
+    async def test_does_not_displace_connections_that_wait(
         self, scenes: list[Scene], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """When all places are taken by connections that have sent something, the rest waits in the kernel."""
@@ -269,7 +269,7 @@ class TestExhaustion:
         await scene.began.get()
         assert failing.calls <= 6  # not as often as the loop came round
 
-    async def test_of_descriptors_is_told_to_the_client(
+    async def test_of_descriptors_is_reported_to_the_client(
         self, scenes: list[Scene], caplog: pytest.LogCaptureFixture
     ) -> None:
         scenes.append(scene := Scene())

@@ -368,7 +368,7 @@ class TestNoAnswer:
         while not host.connections.empty():
             await host.connections.get_nowait().aclose()
 
-    async def test_a_listener_without_descriptors_says_so(
+    async def test_a_listener_without_descriptors_reports_it(
         self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         host = await listen()

@@ -50,7 +50,7 @@ async def submitted(world: World, batch: Batch) -> bytes:
         ([(0, 0, 8), (100, 50, 1), (101, 51, 1), (300, 300, 8), (308, 308, 8)], 3),
     ],
 )
-async def test_neighbours_become_one(world: World, rows: Rows, count: int) -> None:
+async def test_neighbours_are_merged(world: World, rows: Rows, count: int) -> None:
     scribble(world)
     wanted = expected(world, rows)
     batch = world.batch(rows)

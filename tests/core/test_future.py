@@ -455,7 +455,7 @@ async def test_a_retrieved_failure_is_not_reported(world: World, loop_errors: li
     assert loop_errors == []
 
 
-async def test_cancellation_is_no_failure(world: World, loop_errors: list[dict[str, Any]]) -> None:
+async def test_cancellation_is_not_a_failure(world: World, loop_errors: list[dict[str, Any]]) -> None:
     world.plan.hold(nth=1)
     world.write().cancel()
     await asyncio.sleep(0)

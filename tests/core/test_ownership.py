@@ -222,7 +222,7 @@ async def test_cancel_after_the_bytes_landed(world: World) -> None:
     await transfer.drained()
 
 
-async def test_failure_says_what_is_undefined(world: World) -> None:
+async def test_the_error_states_what_is_undefined(world: World) -> None:
     world.plan.fail("system", native=5, index=1, nth=1)
     world.here.numpy()[:] = 9
     transfer = world.left.submit(world.batch([(0, 0, 4), (4, 4, 4), (9, 8, 8), (24, 16, 8)]))

@@ -242,7 +242,7 @@ def test_interrupt_through_a_resumed_task_loses_nothing(runner: asyncio.Runner, 
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_interrupt_through_a_resumed_subscriber_loses_nothing(
+def test_interrupt_through_a_resumed_subscription_loses_nothing(
     runner: asyncio.Runner, kind: type[BaseException]
 ) -> None:
     """A reader of notifications is resumed at once too; what it raises must not cost the notifications behind."""

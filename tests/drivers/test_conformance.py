@@ -191,7 +191,7 @@ def test_memory_of_one_link_is_unknown_on_another(open_instance) -> None:
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
-def test_metadata_is_small_and_carries_what_it_says(open_instance) -> None:
+def test_metadata_is_small_and_has_the_descriptors_it_claims(open_instance) -> None:
     link = open_instance().link()
     assert 0 < link.metadata.len <= vt.METADATA_BYTES
     assert link.metadata.nfds <= vt.METADATA_FDS
@@ -477,7 +477,7 @@ def test_full_ring_loses_and_reorders_nothing(pair, size: int) -> None:
 
 
 @pytest.mark.needs("NOTIFY", "ALLOC")
-def test_refused_for_backpressure_moves_nothing(world: World) -> None:
+def test_work_refused_for_back_pressure_moves_nothing(world: World) -> None:
     left = world.left
     fill_ring(left)
     refused(vt.BUSY, world.write, 0, 0, 4096, note=(b"t", b""))
@@ -790,7 +790,7 @@ def test_stop_with_notes_that_wait(pair) -> None:
 
 
 @pytest.mark.needs("NOTIFY")
-def test_stop_is_told_to_the_peer_after_what_was_sent(pair) -> None:
+def test_stop_reaches_the_peer_after_all_earlier_work(pair) -> None:
     left, right = pair
     for i in range(10):
         left.note(b"n", b"%d" % i).ok(left)

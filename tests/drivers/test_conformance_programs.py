@@ -77,7 +77,7 @@ def run(sides: list[Side], step: Step) -> None:
     if step.kind == "poll":
         side.link.poll(3)
         return
-    # A signal with a notification is waited for: another notification may overtake it, for two batches have no order (T5).
+    # A signal with a notification is awaited, because another notification may overtake it: two batches have no order (T5).
     if step.kind == "note" or (step.kind == "signal" and step.note is None):
         for _ in range(step.times):
             send(side, step, signal)

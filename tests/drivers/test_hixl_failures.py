@@ -200,7 +200,7 @@ def test_heartbeats_keep_links_and_silence_loses_none(opened: Maker, sim: Sim, b
 
 
 @only("comm", "fab")
-def test_a_link_that_a_heartbeat_took_down(opened: Maker, sim: Sim) -> None:
+def test_a_link_that_a_heartbeat_dropped(opened: Maker, sim: Sim) -> None:
     """With AutoConnect HIXL drops a dead peer by itself."""
     sim.set(HEARTBEAT_MS=10)
     world = opened.world(AutoConnect="1")

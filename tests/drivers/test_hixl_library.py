@@ -58,13 +58,13 @@ def test_a_missing_library_names_every_place_and_the_remedy(tmp_path: Path) -> N
     assert "install CANN" in short, "the remedy comes before the list"
 
 
-def test_a_file_that_is_no_library(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_library(tmp_path: Path) -> None:
     (tmp_path / "libcann_hixl.so").write_bytes(b"nothing of the kind")
     with pytest.raises(vt.DriverError, match="Failed:.*libcann_hixl.so"):
         vt.Instance(vt.load("hixl"), {"library": str(tmp_path)})
 
 
-def test_a_library_without_what_is_needed(tmp_path: Path) -> None:
+def test_a_library_without_required_symbols(tmp_path: Path) -> None:
     if (compiler := shutil.which("g++")) is None:
         pytest.skip("no C++ compiler to make a library with")
     source = tmp_path / "empty.cpp"

@@ -73,7 +73,7 @@ def test_a_queue_never_overflows(opened: Maker, sim: Sim) -> None:
         assert not any("control connection" in line for line in left.instance.logs)
 
 
-def test_senders_are_told_apart(opened: Maker) -> None:
+def test_senders_are_distinguished(opened: Maker) -> None:
     """HIXL does not say who sent a notification."""
     b = opened()
     pairs = [vt.join(opened(), b) for _ in range(4)] + [vt.join(opened(), b)]

@@ -145,7 +145,7 @@ def test_batch_queries_where_they_exist(world: World, sim: Sim, backend: str) ->
     assert logs(world, f"back-end {backend}")
 
 
-def test_a_request_holds_what_hixl_can_take(opened: Maker, sim: Sim) -> None:
+def test_a_request_stays_within_limits_of_hixl(opened: Maker, sim: Sim) -> None:
     world = opened.world(request_descriptors=100)
     before = sim.count("submitted")
     rows = [(world.here, i * 8, world.remote, i * 8, 8) for i in range(1000)]
@@ -216,7 +216,7 @@ def test_a_library_that_stays_busy(opened: Maker, sim: Sim) -> None:
 
 
 @pytest.mark.parametrize("automatic", ["0", "1"])
-def test_a_bad_address_hurts_no_other_transfer(opened: Maker, sim: Sim, automatic: str) -> None:
+def test_a_bad_address_fails_no_other_transfer(opened: Maker, sim: Sim, automatic: str) -> None:
     """With AutoConnect a refused address ends the connection and all that is in flight on it."""
     world = opened.world(AutoConnect=automatic)
     sim.set(LATENCY_US=3000)

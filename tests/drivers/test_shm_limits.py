@@ -142,7 +142,7 @@ def said(instance: vt.Instance, error: vt.DriverError) -> str:
     return instance.vt.error_text(error.status, error.native).decode()
 
 
-def test_too_much_memory_and_too_many_files_are_told_apart(open_instance) -> None:
+def test_too_much_memory_and_too_many_files_are_distinguished(open_instance) -> None:
     instance = open_instance()
     with pytest.raises(vt.DriverError) as caught:
         instance.alloc(1 << 40)

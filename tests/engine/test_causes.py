@@ -109,7 +109,7 @@ async def test_a_death(drivers: Any, heard: bool) -> None:
             assert refused.value.confirmed_dead
 
 
-async def test_work_that_is_refused_while_the_loss_is_told(pair: EnginePair) -> None:
+async def test_work_that_is_refused_while_the_loss_is_reported(pair: EnginePair) -> None:
     """The peer is down then: its regions were not closed by their owner."""
     _, remote = await pair.region("kv", SIZE)
     refused: list[Exception] = []

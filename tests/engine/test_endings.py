@@ -101,7 +101,7 @@ async def test_notes_to_a_leaving_peer_arrive(pair: EnginePair) -> None:
     assert len(notes) == 50
 
 
-async def test_the_loss_is_told_after_the_notes() -> None:
+async def test_the_loss_is_reported_after_the_notes() -> None:
     async with engine_pair() as pair:
         order: list[str] = []
         pair.back.add_lost_callback(lambda error: order.append("lost"))
@@ -213,7 +213,7 @@ async def test_a_goodbye_that_is_never_answered(engine: Engine) -> None:
         fencing.cancel()
 
 
-async def test_a_connection_that_breaks_is_no_goodbye(engine: Engine) -> None:
+async def test_a_broken_connection_is_not_a_goodbye(engine: Engine) -> None:
     """While we wait for its goodbye: the end of a socket proves nothing, the memory stays pinned."""
     region = engine.allocate("kv", 4096, access="write")
     async with puppet(engine.address) as actor:
@@ -332,7 +332,7 @@ async def test_failing_callbacks_disturb_nothing(pair: EnginePair, loop_errors: 
     pair.back.remove_signal_callback(print)
 
 
-async def test_calls_into_a_connection_that_is_lost_but_not_yet_told(engine: Engine) -> None:
+async def test_calls_before_the_loss_of_a_connection_is_reported(engine: Engine) -> None:
     """Between the break of the socket and the moment the loop tells: errors of the right kind, and no other's business."""
     async with puppet(engine.address) as actor:
         await until(lambda: engine.peers)

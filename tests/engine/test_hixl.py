@@ -271,9 +271,7 @@ async def test_a_timeout_passes_while_hixl_stays_in_a_call(
 
 
 @pytest.mark.parametrize("drivers", ["comm"], indirect=True)
-async def test_a_hixl_that_accepts_and_never_answers_holds_up_no_other(
-    drivers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_listener_that_never_answers_delays_no_other(drivers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drivers = {"hixl": {**drivers["hixl"], "connect_timeout_ms": 50}}
     async with Engine("127.0.0.1:0", drivers=drivers) as there, Engine(drivers=drivers) as here:
         with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -442,7 +440,7 @@ async def test_an_option_of_a_later_hixl(
         ({"EnableUseFabricMem": 0, "RdmaTrafficClass": numpy.int64(128), "device": 1}, "comm, by "),
     ],
 )  # fmt: skip
-async def test_options_may_be_mappings_numbers_and_truths(root: Path, options: dict[str, Any], backend: str) -> None:
+async def test_options_may_be_mappings_numbers_and_booleans(root: Path, options: dict[str, Any], backend: str) -> None:
     async with Engine(drivers={"hixl": {"library": root, **options}}) as engine:
         assert engine.driver_facts()["hixl"]["back-end"].startswith(backend)
 

@@ -127,7 +127,7 @@ async def test_an_address_that_others_can_reach_needs_a_secret() -> None:
         assert open_to_all.address.startswith("0.0.0.0:")
 
 
-async def test_port_0_picks_one_and_no_address_listens_nowhere() -> None:
+async def test_port_0_picks_a_port_and_without_an_address_nothing_listens() -> None:
     async with Engine("127.0.0.1:0") as one, Engine("127.0.0.1:0") as two, Engine() as dialler:
         assert one.address != two.address
         assert not one.address.endswith(":0")
@@ -212,7 +212,7 @@ async def test_close_lets_work_in_flight_finish() -> None:
         assert (await subscription.get()).payload == b"done"
 
 
-async def test_close_fails_what_takes_too_long_and_waits_for_its_memory() -> None:
+async def test_close_fails_slow_work_and_waits_for_its_memory() -> None:
     plan = FaultPlan(seed=1).hold()
     async with engine_pair(drivers=faulty("shm", plan), close_timeout=0.2) as pair:
         region, remote = await pair.region("kv", 4096)
@@ -224,7 +224,7 @@ async def test_close_fails_what_takes_too_long_and_waits_for_its_memory() -> Non
         assert pair.left.stats().pinned == 0
 
 
-async def test_close_leaks_loudly_what_a_driver_still_holds() -> None:
+async def test_close_leaks_memory_that_a_driver_still_holds_with_a_warning() -> None:
     # In a process of its own: what is leaked stays.
     done = run_python("""
         import asyncio, time
@@ -262,7 +262,7 @@ async def test_close_leaks_loudly_what_a_driver_still_holds() -> None:
         assert line in done.stdout, done.stdout
 
 
-async def test_a_cancelled_close_goes_on() -> None:
+async def test_a_cancelled_close_continues() -> None:
     plan = FaultPlan(seed=1).delay(0.1)
     async with engine_pair(drivers=faulty("shm", plan)) as pair:
         _, remote = await pair.region("kv", 4096)

@@ -306,7 +306,7 @@ async def test_payloads_of_any_kind(pair: EnginePair, payload: Any) -> None:
     assert (await notes.get()).payload == (payload.tobytes() if hasattr(payload, "tobytes") else bytes(payload))
 
 
-async def test_payloads_are_no_references(pair: EnginePair) -> None:
+async def test_payloads_are_not_references(pair: EnginePair) -> None:
     _, remote = await pair.region("kv", 8)
     for payload in (numpy.array([None]), numpy.array([None] * 4)[::2], memoryview(numpy.array([None]))):
         for call in (

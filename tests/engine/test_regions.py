@@ -220,7 +220,7 @@ async def test_regions_that_are_never_exported(pair: EnginePair) -> None:
         await pair.peer.region(7)  # type: ignore[arg-type]
 
 
-async def test_the_peer_goes_while_a_region_is_waited_for() -> None:
+async def test_the_peer_leaves_during_a_wait_for_a_region() -> None:
     async with engine_pair() as pair:
         waiting = asyncio.ensure_future(pair.peer.region("never"))
         await settle()
@@ -325,7 +325,7 @@ async def test_close_twice_at_once_and_in_a_with_block(pair: EnginePair) -> None
     await again.aclose()
 
 
-async def test_close_waits_for_what_a_peer_has_in_flight() -> None:
+async def test_close_waits_for_transfers_of_peers() -> None:
     plan = FaultPlan(seed=1).delay(0.1, verb="write")
     async with engine_pair(drivers=faulty("shm", plan)) as pair:
         region, remote = await pair.region("kv", 4096)
@@ -488,7 +488,7 @@ async def test_large_imports_are_given_up_cleanly() -> None:
             await importing
 
 
-async def test_a_user_that_asks_for_what_it_may_not_have(engine: Engine) -> None:
+async def test_a_user_that_asks_for_more_than_it_may_have(engine: Engine) -> None:
     secret = engine.allocate("secret", 4096)
     choosy = engine.allocate("choosy", 4096, access="read-write", grant=lambda peer: "none")
     async with puppet(engine.address) as actor:

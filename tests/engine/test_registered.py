@@ -115,7 +115,7 @@ async def test_peers_in_a_child_pid_namespace(engine: Engine, unshare: tuple[str
 @pytest.mark.parametrize(
     "buffer", [b"constant", memoryview(bytearray(8)).toreadonly(), Exporter(numpy.zeros(8, "int8"))]
 )
-async def test_what_cannot_be_written(pair: EnginePair, buffer: Any) -> None:
+async def test_read_only_memory_may_only_be_read(pair: EnginePair, buffer: Any) -> None:
     if isinstance(buffer, Exporter):
         buffer._values.flags.writeable = False
     region = pair.right.register("weights", buffer, access="read")
@@ -187,7 +187,7 @@ async def test_unusable_torch_tensors(pair: EnginePair, wrong: str) -> None:
         (Exporter(numpy.zeros(0)), RangeError),
     ],
 )
-async def test_what_cannot_be_registered(engine: Engine, buffer: Any, error: type[HixlError]) -> None:
+async def test_objects_that_cannot_be_registered(engine: Engine, buffer: Any, error: type[HixlError]) -> None:
     with pytest.raises(error):
         engine.register("weights", buffer)
     assert engine.regions == {}

@@ -344,7 +344,7 @@ def test_cache_rejects(make: Callable[[], PagedCache], message: str) -> None:
         make()
 
 
-def test_model_rejects_what_it_cannot_run(tiny: Llama) -> None:
+def test_model_rejects_unusable_input(tiny: Llama) -> None:
     cache = random_cache(TINY, 16, seed=0)
     with pytest.raises(ValueError, match="no tokens"):
         tiny.forward([], cache)
@@ -372,7 +372,7 @@ def test_generate_ends_with_a_stop_token_or_the_last_allowed_one(tiny: Llama) ->
     assert tokens(max_tokens=0) == []
 
 
-def test_generate_computes_only_what_is_asked_for(tiny: Llama) -> None:
+def test_generate_computes_requested_tokens_only(tiny: Llama) -> None:
     cache = random_cache(TINY, 40, seed=0)
     steps = generate(tiny, prompt_of(9), cache, max_tokens=10)
     next(steps)

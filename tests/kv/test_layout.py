@@ -1,3 +1,5 @@
+"""Layouts: sizes, dtypes, validation, and rows of batches."""
+
 from __future__ import annotations
 
 import array

@@ -1,3 +1,5 @@
+"""Pools: reservations, closing, tickets, and malformed messages."""
+
 from __future__ import annotations
 
 import asyncio

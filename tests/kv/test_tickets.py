@@ -56,7 +56,7 @@ async def test_a_changed_ticket_is_refused_and_nothing_is_written(pair: Pair, fi
     assert pair.target.statistics() == (16, 0, 0, 0)
 
 
-async def test_both_sides_hear_of_a_changed_block_list(pair: Pair) -> None:
+async def test_both_sides_are_told_of_a_changed_block_list(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.target.reserve(blocks=2) as others:
         ticket = {**blocks.ticket(), "blocks": list(others.ids)}
         with pytest.raises(TicketError, match="not the one that was issued"):

@@ -131,7 +131,7 @@ def test_it_holds_all_files_of_the_package(wheel: Path, python: Path) -> None:
     assert names == wanted | extensions
 
 
-def test_its_name_says_what_it_runs_on(wheel: Path, python: Path) -> None:
+def test_its_name_states_its_platform(wheel: Path, python: Path) -> None:
     """A wheel that another machine may install is named after the glibc that it needs."""
     code = "import sys; print('cp%d%d' % sys.version_info[:2])"
     tag = succeeded(run(python, "-I", "-c", code, cwd=wheel.parent)).strip()

@@ -263,7 +263,7 @@ async def test_release_from_another_thread(world: World) -> None:
     thread.join()
 
 
-async def test_cancel_of_what_is_held(world: World) -> None:
+async def test_cancel_of_held_work(world: World) -> None:
     world.plan.hold()
     transfer = world.write()
     assert transfer.cancel()
