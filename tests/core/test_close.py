@@ -149,7 +149,7 @@ STUCK = """
             del transfer, drained, by_buffer, waiter
             gc.collect()
             assert pair.left.stats().pinned >= 1
-            # The device comes to it after all: the memory must still be there on both sides.
+            # The device finishes after all: the memory must still be there on both sides.
             plan.release()
             await asyncio.sleep(0.05)
             view = memoryview(region)

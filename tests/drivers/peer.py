@@ -271,7 +271,7 @@ class Server:
                     continue
                 fds.append(link.fd)
             carried = link is not None and not self.quiet and not self.wire.ended
-            # A message that found no room goes on its way with the next look.
+            # A message without room is sent with the next poll.
             patience = 0.01 if self.wire.waiting else None
             readable = select.select([*fds, *([self.wire.sock.fileno()] if carried else [])], [], [], patience)[0]
             if carried:

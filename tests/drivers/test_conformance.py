@@ -578,7 +578,7 @@ def test_order_of_data_and_signal(world: World, size: int) -> None:
 @pytest.mark.needs("SIGNAL", "NOTIFY", "ALLOC")
 @pytest.mark.parametrize("size", [64, 2 << 20])
 def test_order_of_data_signal_and_note(open_instance, size: int) -> None:
-    """T5 at delivery: when the notification is handed out, data and signal are there, and SIGNAL came first."""
+    """T5 at delivery: when the notification is delivered, data and signal are there, and SIGNAL came first."""
     left, right = open_instance.pair()
     world = World(left, right, size + 64)
     word, wrong = c.c_uint64.from_address(world.there.address), []

@@ -348,7 +348,7 @@ async def test_calls_before_the_loss_of_a_connection_is_reported(engine: Engine)
         del actor
 
 
-# -- a peer that says what it should not
+# -- a peer that breaks the protocol
 
 
 SAYINGS: dict[str, dict[str, Any]] = {
@@ -399,7 +399,7 @@ async def test_messages_out_of_turn_before_it_is_up(engine: Engine, kind: str) -
 
 @pytest.mark.parametrize("kind", ["region.gone", "answer", "call", "post", "goodbye", "region.up"])
 async def test_unexpected_descriptors_are_closed(engine: Engine, kind: str) -> None:
-    """They are closed, all of them (the balance sheet sees to it), and that was that."""
+    """All of them are closed, as the balance sheet shows, and nothing else happens."""
     import os
 
     async with puppet(engine.address) as actor:

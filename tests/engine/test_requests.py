@@ -199,7 +199,7 @@ async def test_a_flood_of_requests_is_bounded(pair: EnginePair) -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 async def test_requests_wait_for_their_turn(pair: EnginePair, lost: bool) -> None:
-    """No more are under way than are handled there at the same time; a waiting caller hears of the end, too."""
+    """At most as many are sent as are handled there at the same time; a waiting caller hears of the end, too."""
     running: list[int] = []
     go = asyncio.Event()
 
@@ -324,7 +324,7 @@ async def test_an_answer_of_the_wrong_kind(engine: Engine) -> None:
 
 
 async def test_an_answer_that_comes_with_the_cancellation(pair: EnginePair) -> None:
-    """Its descriptors are closed (the balance sheet sees to it)."""
+    """Its descriptors are closed, as the balance sheet shows."""
     region, _ = await pair.region("kv", 4096)
     rpc = pair.peer._rpc
     asking = asyncio.ensure_future(rpc.ask("region.get", {"id": region.number}, answer="region.metadata"))

@@ -65,7 +65,7 @@ class Fleet:
         self._ends: dict[str, asyncio.Task[int]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._silence: dict[str, int] = {}
-        """For how many looks each that was ready has said nothing."""
+        """The number of checks in a row in which each ready process was silent."""
 
     async def __aenter__(self) -> Fleet:
         try:
