@@ -21,7 +21,7 @@ Graph = Mapping[str, Iterable[str]]
 
 
 def circle(graph: Graph) -> list[str]:
-    """The nodes of some circle, in order; empty if there is none."""
+    """Return the nodes of some circle, in order; empty if there is none."""
     done: set[str] = set()
     path: list[str] = []
 
@@ -66,7 +66,7 @@ def symbols(objects: Mapping[str, Path]) -> Iterator[tuple[str, set[str], set[st
 
 
 def symbol_graph(objects: Mapping[str, Path]) -> dict[str, set[str]]:
-    """Which object file needs a symbol of which other."""
+    """Return, for each object file, the object files whose symbols it needs."""
     found = list(symbols(objects))
     owner = {symbol: name for name, defined, _ in found for symbol in defined}
     return {name: {owner[symbol] for symbol in needed if symbol in owner} - {name} for name, _, needed in found}

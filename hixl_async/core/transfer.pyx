@@ -92,11 +92,10 @@ cdef class Transfer:
         return f"<Transfer {self._describe()}, {OUTCOMES[self.outcome].value}{held}>"
 
     cdef str _describe(self):
-        """What it does, without its state."""
+        """Return what it does, without its state."""
         what = "control" if self.control else "write" if self.batch.verb == HXA_WRITE else "read"
         peer = f" {'to' if self.batch.verb == HXA_WRITE else 'from'} {self.link.peer!r}" if self.link is not None else ""
-        held = " pinned" if self.held else ""
-        return f"<Transfer {what}{peer} of {self.batch.bytes} bytes, {OUTCOMES[self.outcome].value}{held}>"
+        return f"{what}{peer} of {self.batch.bytes} bytes"
 
     # -- future protocol: https://docs.python.org/3/library/asyncio-extending.html and Lib/asyncio/futures.py
 

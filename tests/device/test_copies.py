@@ -1,4 +1,4 @@
-"""Transfers whose local side lies on a device that copies by itself: what it does is made up here, all else is real."""
+"""Transfers whose local side lies on a device that copies by itself: the device is simulated here, all else is real."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SIZE = 4096
 
 
 class Tensor:
-    """Bytes on the device."""
+    """A tensor of bytes on the device."""
 
     def __init__(self, data: bytes) -> None:
         self.data = bytearray(data)
 
 
 class Event:
-    """Of one copy, which happens when the test says so."""
+    """The event of one copy, which happens when the test says so."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self.run = run
@@ -80,7 +80,7 @@ class Device:
         return self.events[-1]
 
     def serve(self, engine: Engine) -> None:
-        """From now on the engine takes tensors of this device."""
+        """Let the engine take tensors of this device."""
 
         def address_of(local: Any, writable: bool) -> Operand:
             return Operand(1, len(local.data), local, True) if isinstance(local, Tensor) else operand(local, writable)
@@ -293,7 +293,7 @@ async def test_without_an_event_nothing_is_queued(scene: Scene, monkeypatch: pyt
     assert scene.engine.stats().pinned == 0
 
 
-async def test_memory_that_no_device_can_reach(scene: Scene) -> None:
+async def test_memory_that_the_device_cannot_reach(scene: Scene) -> None:
     scene.pair.right.register("registered", bytearray(64), access="write")
     remote = await scene.pair.peer.region("registered")
     with pytest.raises(BufferTypeError, match="registered.*CPU"):
@@ -301,8 +301,8 @@ async def test_memory_that_no_device_can_reach(scene: Scene) -> None:
     assert scene.engine.stats().pinned == 0
 
 
-async def test_a_region_is_not_given_back_under_a_copy(scene: Scene) -> None:
-    """Its owner's word that it is closed waits for us, as it does for copies of our own threads."""
+async def test_a_region_is_not_released_during_a_copy(scene: Scene) -> None:
+    """Its owner's close waits for the copy, as it does for copies of this process's own threads."""
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
     closing = asyncio.ensure_future(scene.region.aclose())
     await settle(0.05)
@@ -314,7 +314,7 @@ async def test_a_region_is_not_given_back_under_a_copy(scene: Scene) -> None:
     assert not scene.region.pins
 
 
-async def test_a_peer_is_not_left_under_a_copy(scene: Scene) -> None:
+async def test_a_peer_is_not_left_during_a_copy(scene: Scene) -> None:
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], notify=("t", b""))
     notes = scene.pair.right.notifications("t")
     closing = asyncio.ensure_future(scene.pair.peer.aclose())
@@ -337,7 +337,7 @@ async def test_a_mapping_is_pinned_once(scene: Scene) -> None:
     await until(lambda: not scene.device.pinned)
 
 
-async def test_a_peer_that_is_lost_under_a_copy(scene: Scene) -> None:
+async def test_a_peer_that_is_lost_during_a_copy(scene: Scene) -> None:
     """Its memory stays mapped until the device is done with it."""
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], notify=("t", b""))
     await scene.pair.right.aclose()

@@ -11,9 +11,7 @@ from puppet import Puppet, puppet, stage
 
 from hixl_async import Engine, HandshakeError, HixlError, PeerState
 from hixl_async.core.link import EVENT_LINK_DOWN, EVENT_LOG
-from hixl_async.testing import EnginePair
-
-from .conftest import until
+from hixl_async.testing import EnginePair, until
 
 FORGED = "bad\nWARNING forged\x1b[2J\r\u202e"
 

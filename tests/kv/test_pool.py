@@ -1,3 +1,5 @@
+"""Pools: reservations, closing, tickets, and malformed messages."""
+
 from __future__ import annotations
 
 import asyncio
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from passes import settle
 
 from hixl_async.errors import (
     AccessError,
@@ -25,7 +28,7 @@ from hixl_async.errors import (
 )
 from hixl_async.kv import Pool, Verdict
 
-from .conftest import LAYOUT, Pair, settle
+from .conftest import LAYOUT, Pair
 
 NUMBERS = ("version", "pool_blocks", "layers", "slot", "generation")
 NO_TIMES: list[Any] = [0, -1, float("nan"), float("inf"), 10**400, True, "x"]

@@ -235,7 +235,7 @@ class Streaming(RuleBasedStateMachine):
         if self.consumer.opened:
             self.consumer.fence()
 
-    # ---- what must hold ----
+    # ---- invariants ----
 
     @invariant()
     def one_outcome(self) -> None:
@@ -356,7 +356,7 @@ class TestConsumer:
         outcome, news = state.end(True, "")
         assert (outcome.verdict, news, state.fenced) == (Verdict.TIMEOUT, [], True)
 
-    def test_a_complete_end_lands_what_is_missing(self) -> None:
+    def test_a_complete_end_lands_missing_layers(self) -> None:
         state = opened()
         state.land([1])
         assert state.end(True, "") == (Outcome(Verdict.FINISHED), [0, 2])
@@ -394,7 +394,7 @@ class TestProducer:
         with pytest.raises(ClosedError, match="opened once"):
             state.begin()
 
-    def test_closing_aborts_what_lacks_layers(self) -> None:
+    def test_closing_aborts_streams_without_all_layers(self) -> None:
         state = producing(2)
         state.push(0)
         assert state.needs_pushes
@@ -408,7 +408,7 @@ class TestProducer:
         assert not complete.close()
         assert complete.stopping is None
 
-    def test_a_program_that_gave_up_waits_no_longer(self) -> None:
+    def test_after_giving_up_nothing_waits(self) -> None:
         state = producing(1)
         state.abort("x")
         assert state.conclude()
