@@ -1,4 +1,4 @@
-"""Structured transfers: `engine.group()` is to transfers what asyncio.TaskGroup is to coroutines."""
+"""Structured transfers: `engine.group()` corresponds to asyncio.TaskGroup, with transfers in place of tasks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Group"]
 
 
 class Group:
-    """Transfers that begin and end together.
+    """A group of transfers that end together.
 
     Leaving ``async with engine.group() as group:`` waits until all of them are drained.  The first failure cancels the
-    rest; all failures are raised together in an ExceptionGroup, as asyncio.TaskGroup does it.
+    rest; all failures are raised together in an ExceptionGroup, as with asyncio.TaskGroup.
     """
 
     __reduce__ = unpicklable("make one there, with an engine of its own")
@@ -90,7 +90,7 @@ class Group:
         if not transfer.cancelled() and transfer.exception() is not None and not self._failed:
             self._failed = True
             self._cancel_all()
-            # A body that waits for something else would never hear of it; the cancellation is taken back at the exit.
+            # A body that waits for something else would never notice; the cancellation is withdrawn at the exit.
             if self._task is not None and not self._closed and not self._task.done():
                 self._interrupting = True
                 self._task.cancel()
@@ -111,7 +111,7 @@ class Group:
         if error is not None:
             self._cancel_all()
         if self._interrupting and self._task is not None:
-            # Our cancellation, taken back; if that was all, the failures below say why.
+            # Withdraw our cancellation; if there was no other, the failures below say why.
             others = self._task.uncancel()
             if isinstance(error, asyncio.CancelledError) and not others:
                 error = None

@@ -390,7 +390,7 @@ async def test_memory_stays_pinned_while_a_peer_may_still_write_it(caplog: pytes
         transfer.cancel()
         with caplog.at_level(logging.WARNING, "hixl_async"):
             await region.aclose()
-        assert "its users ('left') did not let go" in caplog.text
+        assert "its users ('left') did not release it" in caplog.text
         assert pair.right.stats().regions == 1
         assert region.pins == 1
         plan.release()

@@ -346,7 +346,7 @@ async def test_malformed_tickets(pair: Pair) -> None:
             {**good, "pool_blocks": 1 << 31},
         ]
         for ticket in wrong:
-            with pytest.raises(TicketError, match="no valid ticket"):
+            with pytest.raises(TicketError, match="not a valid ticket"):
                 pair.source.open_stream(pair.to_d, ticket)  # type: ignore[arg-type]
         for timeout in (None, *NO_TIMES):
             with pytest.raises(InvalidArgumentError, match="^timeout must be"):
