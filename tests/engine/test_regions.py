@@ -439,7 +439,7 @@ async def _import_from(actor: Any, engine: Engine, peer: Any) -> tuple[asyncio.T
     ],
 )
 async def test_a_malformed_answer_of_the_owner(engine: Engine, answer: dict[str, Any], error: type[HixlError]) -> None:
-    """One error at the caller, the owner hears that its region is free, and everything goes on."""
+    """The caller gets one error, the owner is told that its region is free, and everything goes on."""
     import os
 
     async with puppet(engine.address) as actor:
@@ -545,7 +545,7 @@ async def test_region_repr() -> None:
 
 
 async def test_an_offer_that_is_replaced_before_its_import_begins(pair: EnginePair) -> None:
-    """The owner closes a region and makes one of the same name, in the moment in which a user has asked for the first."""
+    """The owner closes a region and makes one of the same name, just after a user has asked for the first."""
     first, second = bytearray(8), bytearray(8)
     region = pair.right.register("x", first, access="write")
     await until(lambda: "x" in pair.peer.regions)
