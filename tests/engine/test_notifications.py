@@ -214,8 +214,8 @@ async def test_iteration_close_and_break(pair: EnginePair) -> None:
         await pair.left.notify(pair.peer, "t", bytes([i]))
         assert await reading == bytes([i])
     gc.collect()
-    assert pair.right._topics is not None
-    assert pair.right._topics._queues == {}, "a dropped subscription is forgotten"
+    assert pair.right._subscriptions is not None
+    assert pair.right._subscriptions._queues == {}, "a dropped subscription is forgotten"
 
     async with pair.right.notifications("t") as notes:
         await pair.left.notify(pair.peer, "t", b"x")
