@@ -45,5 +45,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What is public; the modules behind it are not."""
+    """Return the public names; the modules behind them are private."""
     return sorted([*__all__, "__version__"])

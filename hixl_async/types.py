@@ -20,7 +20,10 @@ __all__ = [
 
 
 class Access(IntFlag):
-    """What peers may do with a region; `WRITE` alone still lets a same-host peer's kernel mapping read."""
+    """The operations that peers may perform on a region.
+
+    With `WRITE` alone, the kernel mapping of a peer on the same host can still read.
+    """
 
     #: Peers may do nothing.
     NONE = 0
@@ -36,6 +39,7 @@ class Access(IntFlag):
         """Return the `Access` for a word.
 
         :param value: ``"none"``, ``"read"``, ``"write"``, ``"read-write"``, or an `Access` already.
+        :return: the same rights as an `Access`.
         :raises ValueError: if `value` is none of these.
         """
         if isinstance(value, Access):
@@ -64,7 +68,7 @@ _ACCESS_WORDS: dict[str, Access] = {
 
 
 class TransferState(Enum):
-    """The outcome of a transfer so far; whether it is drained is a separate question (see ``Transfer.drained()``)."""
+    """The outcome of a transfer so far; it does not say whether the transfer is drained (see ``Transfer.drained()``)."""
 
     #: The outcome is not known yet.
     ACTIVE = "active"
@@ -85,7 +89,7 @@ class PeerState(Enum):
     UP = "up"
     #: One side is leaving: work under way is drained, and new work is refused.
     CLOSING = "closing"
-    #: It is over; ``peer.error`` says why.
+    #: The connection has ended; ``peer.error`` says why.
     DOWN = "down"
 
 
@@ -97,8 +101,10 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read ``"host:port"``, ``":port"`` (loopback) or ``"[v6]:port"``.
+        """Parse an address.
 
+        :param text: ``"host:port"``, ``":port"`` (loopback) or ``"[v6]:port"``.
+        :return: the address.
         :raises ValueError: if `text` has no port, the port is not in 0..65535, or an IPv6 address has no brackets.
         """
         if text.count(":") > 1 and not {"[", "]"} & set(text):
@@ -131,13 +137,13 @@ class DriverInfo(NamedTuple):
 
 
 class EngineStats(NamedTuple):
-    """Counters and gauges of one engine; every gauge is back to zero when all work is done and everything closed."""
+    """The counters and gauges of one engine; every gauge returns to zero when all work is done and everything is closed."""
 
     #: Transfers accepted since the engine was opened.
     transfers: int
-    #: Those of them that finished inside the call.
+    #: The transfers among them that finished inside the call.
     inline: int
-    #: Bytes that landed, both verbs together.
+    #: Bytes that were transferred, by reads and writes together.
     bytes: int
     #: Transfers that failed, timed out or were cancelled.
     failed: int
@@ -145,7 +151,7 @@ class EngineStats(NamedTuple):
     in_flight: int
     #: Gauge: slots whose local memory is still pinned by the driver (includes `in_flight`).
     pinned: int
-    #: Gauge: their bytes.
+    #: Gauge: bytes of those transfers.
     bytes_in_flight: int
     #: Gauge: local regions.
     regions: int
@@ -155,7 +161,7 @@ class EngineStats(NamedTuple):
     peers: int
     #: Notifications received, delivered or dropped.
     notifications: int
-    #: Notifications dropped because a subscriber's queue was full, or nobody subscribed.
+    #: Notifications dropped because a subscriber's queue, or the store for topics without a subscriber, was full.
     notifications_dropped: int
     #: Wake-ups of the loop by driver threads.
     wakeups: int
@@ -171,5 +177,5 @@ class _IsSet(Protocol):
     def is_set(self) -> bool: ...
 
 
-#: What ``push(ready=...)`` takes: None (ready now), a ``torch`` device event, an event with ``is_set()``, or a callable.
+#: The type of ``push(ready=...)``: None (ready now), a ``torch`` device event, an event with ``is_set()``, or a callable.
 Ready: TypeAlias = _Query | _IsSet | Callable[[], bool] | None

@@ -1,6 +1,6 @@
 """The control protocol: how two engines find, authenticate and talk to each other.
 
-Read from the top; each uses only what stands above it::
+Read from the top; each module imports only those above it::
 
     codec            messages, frames, seals                         pure
     scheduler        one time budget in each pass of the loop
@@ -9,13 +9,13 @@ Read from the top; each uses only what stands above it::
     rendezvous       the random Unix socket
     channel          sockets that carry messages                     non-blocking, no loop
     incoming         messages of the other side, checked             pure
-    handshake        what is proved, and when                        pure
-    socket_io        waits for sockets during a handshake            here the loop begins
+    handshake        the proofs of both sides, as state machines     pure
+    socket_io        waiting for sockets during a handshake          uses the loop, as do all below
     connection       the result of a handshake
     limits           connections of one process, user or host
-    accept_limiter   accepts no more than can be looked after
-    dialler          dials
-    listener         answers
+    accept_limiter   a limit on handshakes in progress
+    dialler          the side that connects
+    listener         the side that accepts
 """
 
 from .channel import MAX_DESCRIPTORS, close_descriptors

@@ -1,10 +1,10 @@
-"""A listening socket that accepts no more connections than can be looked after, in each pass of the loop and together.
+"""A listening socket that limits the accepted connections, in each pass of the loop and in total.
 
 ::
 
     accepted ──▶ silent ──first byte──▶ waiting ──▶ handshake ──▶ its owner
-                   │ room for others is needed,         │ others wait, and it has had its time
-                   │ or it has had its time             │
+                   │ others need its place,             │ others wait, and its time is over
+                   │ or its time is over                │
                    ▼                                    ▼
                 refused                              cancelled
 """
@@ -29,17 +29,17 @@ __all__ = ["AcceptLimiter", "PerformHandshake", "Refuse"]
 
 _log = logging.getLogger("hixl_async.control")
 
-#: Performs the handshake of one connection.  If it raises or is cancelled the limiter closes the socket; what it raises
-#: reaches the loop's exception handler.
+#: A function that performs the handshake of one connection.  If it raises or is cancelled the limiter closes the socket; its
+#: exception is passed to the loop's exception handler.
 PerformHandshake: TypeAlias = Callable[[socket.socket], Coroutine[Any, Any, None]]
-#: Tells the other side why it is refused, if that is possible without waiting; the limiter closes the socket.
+#: A function that tells the other side why it is refused, if it can without waiting; the limiter closes the socket.
 Refuse: TypeAlias = Callable[[socket.socket, HixlError], None]
 
-# Connections accepted before the loop serves others; each takes about 50 us.
+# Connections accepted before the loop serves other callbacks; each takes about 50 us.
 _ACCEPTED_PER_PASS = 8
 # Accepted connections that have sent nothing yet, or wait for a handshake; no more than an eighth of all descriptors.
 _MOST_WAITING = 256
-# Without memory the socket stays readable: trying again at once would keep the loop busy with failing.
+# Seconds before the next try.  Without memory the socket stays readable, so that immediate tries would keep the loop busy.
 _RETRY = 0.1
 _OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 _OUT_OF_MEMORY = {errno.ENOBUFS, errno.ENOMEM}
@@ -53,12 +53,12 @@ class _Handshake(NamedTuple):
 
 
 class AcceptLimiter:
-    """Accepts from a socket, and performs at most `capacity` handshakes at a time.
+    """The acceptor of a listening socket, which performs at most `capacity` handshakes at a time.
 
     A connection costs little until it sends its first byte: then its handshake begins, or waits until another has ended.
-    Connections that send nothing make room for new ones, oldest first.  While others wait, the handshake that has run
-    longest is cancelled after `patience` seconds, so that those that stop in the middle cannot keep the others waiting for
-    the whole of their time.
+    Connections that send nothing are refused in favour of new ones, oldest first.  While others wait, the handshake that has
+    run longest is cancelled after `patience` seconds, so that a stalled handshake does not block the others for its whole
+    timeout.
 
     One descriptor is kept in reserve: when all others are in use, connections are still accepted, and told why they are
     refused.
@@ -75,8 +75,8 @@ class AcceptLimiter:
         silence: float,
     ) -> None:
         """
-        :param sock: listens already, and does not block.
-        :param capacity: handshakes at a time.
+        :param sock: a non-blocking socket that listens already.
+        :param capacity: the most handshakes at a time.
         :param patience: seconds that a handshake may take while others wait.
         :param silence: seconds after which a connection that sends nothing is refused in any case.
         """
@@ -88,7 +88,7 @@ class AcceptLimiter:
         self._silence = silence
         self._loop = asyncio.get_running_loop()
         self._most_waiting = min(_MOST_WAITING, max(8, descriptor_limit() // 8))
-        self._silent: dict[socket.socket, float] = {}  # since when, oldest first
+        self._silent: dict[socket.socket, float] = {}  # the time of accepting, oldest first
         self._waiting: deque[socket.socket] = deque()  # for a handshake
         self._handshakes: dict[socket.socket, _Handshake] = {}  # oldest first
         self._accepting = False
@@ -110,7 +110,7 @@ class AcceptLimiter:
         return len(self._silent)
 
     def close(self) -> None:
-        """Accept nothing more and end everything under way; the listening socket stays open; idempotent."""
+        """Stop accepting, and end all handshakes; the listening socket stays open.  Idempotent."""
         if self._closed:
             return
         self._pause()
@@ -134,7 +134,7 @@ class AcceptLimiter:
             await asyncio.wait([handshake.task for handshake in self._handshakes.values()])
 
     def abandon(self) -> None:
-        """Close the descriptors and nothing else, for the child of a fork."""
+        """Close only the descriptors, for the child of a fork."""
         for sock in (*self._silent, *self._waiting, *self._handshakes):
             sock.close()
         self._close_spare()
@@ -175,7 +175,7 @@ class AcceptLimiter:
             self._watch_silence()
 
     def _make_room(self) -> bool:
-        """Return True if one more connection may be accepted; refuses a silent one if it must."""
+        """Refuse a silent connection if there are too many, and return True if one more may be accepted."""
         if len(self._silent) + len(self._waiting) < self._most_waiting:
             return True
         return self._refuse_oldest_silent(BusyError("it sent nothing, and others need its place"))
@@ -225,11 +225,11 @@ class AcceptLimiter:
     # -- silence
 
     def _refuse_oldest_silent(self, error: HixlError) -> bool:
-        """Return False if no connection is silent."""
+        """Refuse the connection that has been silent for longest, or return False if none is silent."""
         while self._silent:
             sock = next(iter(self._silent))
             if _readable(sock):
-                self._spoke(sock)  # the loop has not looked yet
+                self._spoke(sock)  # the loop has not reported it yet
             else:
                 del self._silent[sock]
                 self._loop.remove_reader(sock.fileno())
@@ -251,7 +251,7 @@ class AcceptLimiter:
         self._resume_with_room()
 
     def _spoke(self, sock: socket.socket) -> None:
-        """Something came, or the other side closed the connection."""
+        """Handle the first bytes of a connection, or its end."""
         self._loop.remove_reader(sock.fileno())
         del self._silent[sock]
         self._waiting.append(sock)
@@ -273,7 +273,7 @@ class AcceptLimiter:
     def _cancel_oldest(self, oldest: _Handshake, due: float) -> None:
         now = self._loop.time()
         if now - due > self._patience / 4:
-            # The loop itself is late: the other side may have answered long ago.
+            # The loop itself is late, so that an answer of the other side may wait to be read.
             due = now + self._patience
             self._patience_timer = self._loop.call_at(due, self._cancel_oldest, oldest, due)
         else:

@@ -1,4 +1,4 @@
-"""The two kinds of socket as carriers of whole messages: non-blocking, without a loop."""
+"""The two kinds of sockets that carry whole messages: non-blocking, without a loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import codec
 
 __all__ = ["MAX_DESCRIPTORS", "Channel", "Packet", "TcpChannel", "UnixChannel", "close_descriptors"]
 
-#: Most descriptors that one message carries.
+#: The most descriptors that one message carries.
 MAX_DESCRIPTORS = 4
 _LEAST_BUFFER = 2 * codec.ESTABLISHED_LIMIT
 _DESCRIPTORS_SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
@@ -34,7 +34,7 @@ class Packet(NamedTuple):
 class Channel(Protocol):
     """A connected socket that carries messages in order."""
 
-    #: Longest message that is accepted.
+    #: The longest message that is accepted, in bytes.
     limit: int
 
     def fileno(self) -> int: ...
@@ -43,36 +43,36 @@ class Channel(Protocol):
         """Return the next message, or None if it has not arrived yet.
 
         :raises PeerDownError: if the other side closed the socket, or it broke.
-        :raises ProtocolError: if what arrived is no message.
+        :raises ProtocolError: if the received bytes are not a message.
         """
 
     def send(self, data: bytes, descriptors: Sequence[int]) -> bool:
-        """Send a message; False if nothing of it was sent, to be tried again when the socket is writable.
+        """Send a message, or return False if the caller has to try again when the socket is writable.
 
         :raises ProtocolError: if one of `descriptors` is not open.
         :raises PeerDownError: if the socket broke.
         """
 
     def flush(self) -> bool:
-        """Send what `send` accepted but the kernel did not yet; False if some of it is still left.
+        """Send the rest of a message that `send` accepted; return False if some of it is still left.
 
         :raises PeerDownError: if the socket broke.
         """
 
     def establish(self, receiving: codec.Seal, sending: codec.Seal) -> None:
-        """Allow longer messages from now on, and seal them where needed: the two sides have authenticated each other."""
+        """Allow longer messages from now on, and seal them where needed, because the handshake has succeeded."""
 
     def close(self) -> None:
-        """Close the socket; idempotent; safe in the child of a fork, where the parent's connection lives on."""
+        """Close the socket; idempotent; safe in the child of a fork, where the parent's connection stays open."""
 
 
 class UnixChannel:
-    """One ``SOCK_SEQPACKET`` packet is one message, with its descriptors; memory and pipes only."""
+    """A Unix socket on which a ``SOCK_SEQPACKET`` packet is a message with its descriptors; memory and pipes only."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.limit = codec.HANDSHAKE_LIMIT
         self.sock = sock
-        # A packet is sent whole or, if it would never fit, not at all; most systems allow three times as much.
+        # A packet is sent whole or not at all, so that the longest must fit; most systems allow three times as much.
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < _LEAST_BUFFER:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LEAST_BUFFER)
 
@@ -85,7 +85,7 @@ class UnixChannel:
         except (BlockingIOError, InterruptedError):
             return None
         except ConnectionResetError:
-            # The other side closed with messages of ours unread. The kernel says so once, ahead of what it sent before.
+            # The other side closed with messages of ours unread.  The kernel reports it once, before earlier messages.
             return self.receive()
         except OSError as error:
             raise PeerDownError(f"the Unix socket broke: {error.strerror}", native=error.errno) from None
@@ -102,7 +102,7 @@ class UnixChannel:
                 threading.Thread(target=close_descriptors, args=(foreign,), daemon=True).start()
                 raise ProtocolError("a descriptor is neither memory nor a pipe")
             if flags & socket.MSG_CTRUNC:
-                # Too many were sent, or we may not open more: in either case some are lost, and the message with them.
+                # Too many were sent, or this process may not open more: some are lost, so the message is invalid.
                 raise ProtocolError("a message came with more descriptors than could be received")
             if flags & socket.MSG_TRUNC:
                 raise ProtocolError(f"a message is over the limit of {self.limit} bytes")
@@ -125,14 +125,14 @@ class UnixChannel:
         return True
 
     def establish(self, receiving: codec.Seal, sending: codec.Seal) -> None:
-        self.limit = codec.ESTABLISHED_LIMIT  # no seals: nothing can stand between the ends of a Unix socket
+        self.limit = codec.ESTABLISHED_LIMIT  # no seals, because a Unix socket cannot be intercepted
 
     def close(self) -> None:
         self.sock.close()
 
 
 class TcpChannel:
-    """A stream of frames; carries no descriptors."""
+    """A TCP socket that carries a stream of frames, without descriptors."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.limit = codec.HANDSHAKE_LIMIT
@@ -147,7 +147,7 @@ class TcpChannel:
         return self.sock.fileno()
 
     def receive(self) -> Packet | None:
-        # To the end of what is there: uvloop tells of a broken connection once, and that may lie behind half a message.
+        # Read all that has arrived, because uvloop reports a broken connection once, perhaps after half a message.
         while (data := self._decoder.next()) is None:
             try:
                 chunk = self.sock.recv(self._decoder.limit)
@@ -161,7 +161,7 @@ class TcpChannel:
         return Packet(self._receiving.open(data) if self._receiving else data, [])
 
     def send(self, data: bytes, descriptors: Sequence[int]) -> bool:
-        assert not descriptors, "the caller knows that this is no Unix socket"
+        assert not descriptors, "the caller knows that this is not a Unix socket"
         if not self.flush():
             return False
         self._rest = codec.frame(self._sending.close(data) if self._sending else data)
@@ -191,8 +191,8 @@ class TcpChannel:
 def may_block_close(descriptor: int) -> bool:
     """Return True unless the descriptor is memory or a pipe.
 
-    To close others may take as long as the sender likes: FUSE asks the file system's process on each
-    close, and a lingering socket waits for its own peer.
+    Closing another kind may take as long as the sender likes, because FUSE asks the file system's process on each close, and a
+    lingering socket waits for its own peer.
     """
     for question in (fcntl.F_GET_SEALS, fcntl.F_GETPIPE_SZ):
         with contextlib.suppress(OSError):
@@ -202,10 +202,10 @@ def may_block_close(descriptor: int) -> bool:
 
 
 def close_descriptors(descriptors: Iterable[int]) -> None:
-    """Close them all.
+    """Close all descriptors.
 
     :raises OSError: afterwards, if one of them was not open: it was closed twice, and its number may belong to another file
-        by now.  What else close() reports is about the file, and the descriptor is closed all the same.
+        by now.  Other errors of close() concern the file, and the descriptor is closed all the same.
     """
     twice: OSError | None = None
     for descriptor in descriptors:

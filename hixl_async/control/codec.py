@@ -1,11 +1,11 @@
-"""Messages and frames of the control protocol: bytes in, bytes out, no sockets.
+"""The messages and frames of the control protocol: bytes in, bytes out, no sockets.
 
 A message is a JSON object ``{"body":{...},"kind":"..."}`` in UTF-8.  On the Unix transport one packet is one message.  On the
 TCP transport a frame is a big-endian 32-bit length and that many bytes: the message, followed, once the two sides have
 authenticated each other, by the 16 bytes of its `Seal`.
 
-What arrives is hostile until proved otherwise: sizes are checked before anything is allocated, and every complaint is a
-`ProtocolError`.  What leaves is checked by the same rules: a message that can be encoded can always be decoded.
+Received bytes are not trusted: sizes are checked before anything is allocated, and every violation is a `ProtocolError`.  Sent
+messages are checked by the same rules: a message that can be encoded can always be decoded.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ = [
     "frame",
 ]
 
-#: Largest message between sides that have authenticated each other, in bytes.
+#: The largest message between sides that have authenticated each other, in bytes.
 ESTABLISHED_LIMIT = 64 << 10
-#: Largest message before that.
+#: The largest message of the handshake, in bytes.
 HANDSHAKE_LIMIT = 4 << 10
-#: Deepest nesting of a message, its own two levels included.
+#: The deepest nesting of a message, its own two levels included.
 MAX_DEPTH = 16
-#: Most objects and lists, values, and floats in a message.  Reading takes time for them more than for the length: 64 KiB
-#: of empty objects take twenty times as long as 64 KiB of text.  They are counted before the message is read, by their
-#: brackets, commas, and digits beside a point or an exponent, which is why those inside of strings count, too.
+#: The most objects and lists, values, and floats in a message.  They cost more time to parse than their length suggests: 64 KiB
+#: of empty objects take twenty times as long as 64 KiB of text.  They are counted before the message is parsed, by their
+#: brackets, commas, and digits beside a point or an exponent, so that those inside of strings count, too.
 MAX_CONTAINERS, MAX_VALUES, MAX_FLOATS = 2048, 16384, 8192
 
 _LEAST_INTEGER, _GREATEST_INTEGER = -(1 << 63), (1 << 64) - 1
@@ -62,9 +62,9 @@ class Message(NamedTuple):
 
 
 def encode(kind: str, body: dict[str, Any], limit: int = ESTABLISHED_LIMIT) -> bytes:
-    """Write a message, always in the same way: keys sorted, no white space.
+    """Encode a message in its canonical form: keys sorted, no white space.
 
-    :raises ProtocolError: if `kind` is no short lower-case word, `body` is not plain JSON (finite floats, integers of
+    :raises ProtocolError: if `kind` is not a short lower-case word, `body` is not plain JSON (finite floats, integers of
         64 bits, string keys), is nested more than `MAX_DEPTH` levels deep, has more than `MAX_CONTAINERS` objects and
         lists, `MAX_VALUES` values or `MAX_FLOATS` floats, or makes the message longer than `limit` bytes.
     """
@@ -84,11 +84,11 @@ def encode(kind: str, body: dict[str, Any], limit: int = ESTABLISHED_LIMIT) -> b
 
 
 def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
-    """Read a message.
+    """Decode a message.
 
-    :raises ProtocolError: if `data` is longer than `limit` or is no valid message: not UTF-8, not JSON, not an object
-        of exactly ``kind`` and ``body``, a key twice, nested too deeply, too many objects and lists, a number that is
-        not finite or beyond 64 bits.
+    :raises ProtocolError: if `data` is longer than `limit` or is not a valid message: not UTF-8, not JSON, not an object
+        of exactly ``kind`` and ``body``, a duplicate key, nested too deeply, too many objects and lists, or a number that
+        is not finite or has more than 64 bits.
     """
     if len(data) > limit:
         raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {limit}")
@@ -116,10 +116,10 @@ def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
 
 
 class Seal:
-    """Numbers and authenticates the messages of one direction of the TCP transport.
+    """The sequence numbers and authentication codes of the messages in one direction of the TCP transport.
 
-    The handshake only proves which sides were there at its end; the seal keeps a man in the middle from adding, dropping
-    or changing messages later.  It hides nothing.
+    The handshake only authenticates the two sides at its end; the seal keeps a man in the middle from adding, dropping or
+    changing messages later.  It does not encrypt them.
     """
 
     __slots__ = ("_count", "_key")
@@ -152,23 +152,23 @@ class Seal:
 
 
 def frame(data: bytes) -> bytes:
-    """Return `data` with its length before it."""
+    """Return `data` preceded by its length."""
     return len(data).to_bytes(_HEADER, "big") + data
 
 
 class FrameDecoder:
-    """A stream of bytes, cut into frames; holds no more than was fed to it."""
+    """A decoder that cuts a stream of bytes into frames; it holds no more than was fed to it."""
 
     __slots__ = ("_buffer", "_first", "limit")
 
     def __init__(self, limit: int) -> None:
-        #: Longest frame that is accepted; may be changed between frames.
+        #: The longest frame that is accepted, in bytes; may be changed between frames.
         self.limit = limit
         self._buffer = bytearray()
-        self._first = True  # what speaks another protocol shows it in the first bytes
+        self._first = True  # another protocol is recognised by its first bytes
 
     def feed(self, data: bytes) -> None:
-        """Add what was received."""
+        """Add received bytes."""
         self._buffer += data
 
     def next(self) -> bytes | None:
@@ -182,7 +182,7 @@ class FrameDecoder:
         size = int.from_bytes(buffer[:_HEADER], "big")
         if size > self.limit:
             if self._first:
-                raise ProtocolError(f"it is no hixl_async engine; it began with {bytes(buffer[:24])!r}")
+                raise ProtocolError(f"it is not a hixl_async engine; it began with {bytes(buffer[:24])!r}")
             raise ProtocolError(f"a frame of {size} bytes is over the limit of {self.limit}")
         end = _HEADER + size
         if len(buffer) < end:
@@ -193,15 +193,15 @@ class FrameDecoder:
         return data
 
     def __len__(self) -> int:
-        """The number of bytes that wait for the rest of their frame, or to be taken."""
+        """The number of buffered bytes."""
         return len(self._buffer)
 
 
 def _levels(body: dict[str, Any]) -> Iterator[tuple[list[Any], list[Any], set[type]]]:
     """Yield the keys, the values and the types of the values of `body`, level by level.
 
-    The built-in functions that look at a whole level take a tenth of the time of a call for each value, and a message of
-    a hostile peer may hold 30,000 values.
+    Built-in functions over a whole level take a tenth of the time of a call for each value, and a message of a hostile peer may
+    hold 30,000 values.
 
     :raises ProtocolError: if the body is nested too deeply.
     """
@@ -260,10 +260,10 @@ def _check_depth(body: dict[str, Any]) -> None:
 
 
 def _check_counts(data: bytes, shape: bytes) -> int:
-    """Return how many containers a message holds, at most.
+    """Return an upper bound of the number of containers in a message.
 
-    :param shape: `data` in the letters of `_SHAPE`.
-    :raises ProtocolError: if it holds too many of anything.
+    :param shape: `data`, translated by `_SHAPE`.
+    :raises ProtocolError: if it holds too many containers, values or floats.
     """
     containers = data.count(b"{") + data.count(b"[")
     for what, count, most in (
@@ -277,9 +277,9 @@ def _check_counts(data: bytes, shape: bytes) -> int:
 
 
 def _suspicious(shape: bytes) -> bool:
-    """Return True if JSON of this shape may hold what it can spell and a message cannot carry.
+    """Return True if JSON of this shape may hold a value that a message cannot carry.
 
-    That is half a surrogate pair, an integer of more than 64 bits, or a float that is not finite.
+    Such values are half a surrogate pair, an integer of more than 64 bits, and a float that is not finite.
     """
     return b"0" * 19 in shape or b"e000" in shape or b"e+000" in shape or b"\\ud" in shape
 
@@ -302,5 +302,5 @@ _SHAPE = bytes.maketrans(b"123456789DE", b"000000000de")
 
 
 def _brief(error: Exception) -> str:
-    # The texts of UnicodeError and JSONDecodeError are short; that of RecursionError speaks of Python.
+    # The texts of UnicodeError and JSONDecodeError are short; that of RecursionError is about Python.
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -21,19 +21,19 @@ from .scheduler import FairScheduler, Progress
 
 __all__ = ["Connection", "LostCallback", "MessageCallback"]
 
-#: Takes kind, body and descriptors of one message.
+#: A function that takes the kind, body and descriptors of one message.
 MessageCallback: TypeAlias = Callable[[str, dict[str, Any], list[int]], None]
-#: Takes the reason.
+#: A function that takes the reason of the loss.
 LostCallback: TypeAlias = Callable[[HixlError], None]
 
-# The most that waits for a peer that does not read, before it is given up.
+# The most that is queued for a peer that does not read, before the connection is given up.
 _MAX_QUEUED_MESSAGES = 65536
 _MAX_QUEUED_BYTES = 32 << 20
 _MAX_QUEUED_DESCRIPTORS = 64
-# The amount from which on callers that can wait should.
+# The queue from which on callers that can wait should wait.
 _CROWDED_MESSAGES = 512
 _CROWDED_BYTES = 1 << 20
-# Messages that are longer, in bytes, may take more than a pass's budget to read, and are only read at its beginning.
+# Longer messages, in bytes, may take more than a pass's budget to handle, and are only handled at its beginning.
 _LARGE = 8 << 10
 # Seconds that aclose() waits for a peer that does not read.
 _FLUSH_TIMEOUT = 1.0
@@ -52,9 +52,9 @@ class _Queued(NamedTuple):
 
 
 class Connection:
-    """A channel of messages, in order, until it is lost or closed; belongs to the loop in which it was made.
+    """An ordered channel of messages, until it is lost or closed; it belongs to the loop in which it was made.
 
-    Nothing is read before `start`, so that early messages wait in the kernel.
+    No message is read before `start`, so that early ones wait in the kernel.
     """
 
     _state = _State.CLOSED  # for __del__, should __init__ fail
@@ -71,13 +71,13 @@ class Connection:
         scheduler: FairScheduler,
         on_closed: Callable[[], None] | None = None,
     ) -> None:
-        #: The identity of the other side, in its own words.
+        #: The identity that the other side announced.
         self.identity = identity
         #: The protocol version that both sides speak.
         self.version = version
-        #: The process at the other end, in the kernel's words; None without a Unix transport.
+        #: The process at the other end, according to the kernel; None without a Unix transport.
         self.credentials = credentials
-        #: Becomes readable when that process has died; None if that cannot be had. Open until `aclose` or `abandon`,
+        #: A descriptor that becomes readable when that process has died, or None.  It is open until `aclose` or `abandon`,
         #: also after the connection was lost.
         self.pidfd = pidfd
         #: Why there is no Unix transport; "" if there is one.
@@ -87,15 +87,15 @@ class Connection:
         self._state = _State.OPEN
         self._on_message: MessageCallback | None = None
         self._on_lost: LostCallback | None = None
-        self._error: HixlError | None = None  # why it was lost, until on_lost was told
+        self._error: HixlError | None = None  # why it was lost, until on_lost is called
         self._queue: deque[_Queued] = deque()
-        self._waiting: list[asyncio.Future[None]] = []  # for room in it
+        self._waiting: list[asyncio.Future[None]] = []  # for room in the queue
         self._queued_bytes = 0
         self._queued_descriptors = 0
         self._scheduler = scheduler
         self._on_closed = on_closed
         self._held: Packet | None = None  # a large message that waits for a pass of its own
-        self._first: asyncio.Handle | None = None  # the first look at what came before `start`
+        self._first: asyncio.Handle | None = None  # the first reading of messages that came before `start`
         self._flushed: asyncio.Future[None] | None = None
 
     @classmethod
@@ -108,7 +108,7 @@ class Connection:
         dialled: bool,
         on_closed: Callable[[], None] | None = None,
     ) -> Connection:
-        """Make a connection of what a handshake has established over `channel`, which belongs to it from now on.
+        """Make a connection from the result of a handshake over `channel`, which belongs to it from now on.
 
         :param scheduler: shares the time of the loop between this connection and others.
         :param dialled: True on the side that dialled.
@@ -148,10 +148,10 @@ class Connection:
     def start(self, on_message: MessageCallback, on_lost: LostCallback) -> None:
         """Deliver messages from now on, the earlier ones first; never from inside this call.
 
-        :param on_message: takes kind, body and descriptors, and owns the descriptors from then on, also if it raises.
-            If it raises a `HixlError` the connection is lost with that error; any other exception reaches the loop's
-            exception handler too.
-        :param on_lost: takes the reason; called once at most, and not if `aclose` or `abandon` came first.
+        :param on_message: called with kind, body and descriptors; it owns the descriptors, also if it raises.  If it raises a
+            `HixlError` the connection is lost with that error; any other exception is also passed to the loop's exception
+            handler.
+        :param on_lost: called with the reason, at most once, and not after `aclose` or `abandon`.
         :raises ClosedError: if the connection was closed.
         """
         if self._state in (_State.CLOSING, _State.CLOSED):
@@ -162,14 +162,14 @@ class Connection:
             self._loop.call_soon(self._tell_lost)
             return
         self._loop.add_reader(self._channel.fileno(), self._pump)
-        # Some may have come with the end of the handshake, and wait here, not in the kernel.
+        # Some messages may have come with the end of the handshake, and are buffered here, not in the kernel.
         self._first = self._loop.call_soon(self._pump_first)
 
     def send(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send a message, or queue it; never blocks.
 
-        `fds` stay the caller's, who may close them as soon as this returns: what has to wait is duplicated. A peer that
-        does not read for so long that the queue is full is given up: the connection is lost.
+        The caller keeps `fds`, and may close them as soon as this returns, because those of queued messages are duplicated.  If
+        the peer does not read until the queue is full, the connection is lost.
 
         :raises ProtocolError: if the message cannot be encoded, is too long, or has descriptors that this connection
             cannot transport.
@@ -196,7 +196,7 @@ class Connection:
             or self._queued_bytes + len(data) > _MAX_QUEUED_BYTES
             or self._queued_descriptors + len(fds) > _MAX_QUEUED_DESCRIPTORS
         ):
-            self._lose(PeerDownError("it does not read its messages, too many wait", peer=self.identity.name))
+            self._lose(PeerDownError("it does not read its messages; too many are queued", peer=self.identity.name))
             return
         queued = _Queued(data, _duplicates(fds))
         if not self._queue:
@@ -207,11 +207,11 @@ class Connection:
 
     @property
     def crowded(self) -> bool:
-        """True while so much is queued that more should wait."""
+        """True while so much is queued that callers that can wait should wait."""
         return len(self._queue) >= _CROWDED_MESSAGES or self._queued_bytes >= _CROWDED_BYTES
 
     async def room(self) -> None:
-        """Wait while it is crowded; return at once if nothing can be sent any more."""
+        """Wait while it is crowded; return at once if the connection has ended."""
         while self._state is _State.OPEN and self.crowded:
             waiter = self._loop.create_future()
             self._waiting.append(waiter)
@@ -224,12 +224,12 @@ class Connection:
                 waiter.set_result(None)
 
     def abort(self, error: HixlError) -> None:
-        """Drop the connection at once; `on_lost` is told `error` soon.  Idempotent."""
+        """Drop the connection at once; the loop calls `on_lost` with `error` soon.  Idempotent."""
         if self._state is _State.OPEN:
             self._lose(error)
 
     async def aclose(self) -> None:
-        """Send what is queued, waiting for a slow peer a second at most, and close everything; idempotent."""
+        """Send the queued messages, waiting at most a second for a slow peer, and close everything.  Idempotent."""
         if self._state is _State.OPEN:
             self._state = _State.CLOSING
             self._stop_reading()
@@ -242,7 +242,7 @@ class Connection:
             self._close()
 
     def abandon(self) -> None:
-        """Close our descriptors and nothing else, for the child of a fork: the parent's connection lives on."""
+        """Close only our descriptors, for the child of a fork: the parent's connection stays open."""
         self._state = _State.CLOSED
         self._channel.close()
         self._drop_messages()
@@ -254,7 +254,7 @@ class Connection:
             self._on_closed = None
 
     def _pump(self) -> None:
-        """Deliver what has arrived, in the connection's turn."""
+        """Deliver the messages that have arrived, when it is the connection's turn."""
         self._scheduler.submit(self._read_next)
 
     def _pump_first(self) -> None:
@@ -264,7 +264,7 @@ class Connection:
     def _read_next(self) -> Progress:
         """Deliver one message; the step that the scheduler runs.
 
-        It runs until nothing is left, because uvloop tells of the end of a broken connection once, and not again.
+        It is repeated until no message is left, because uvloop reports the end of a broken connection only once.
         """
         if self._state is not _State.OPEN:
             return Progress.IDLE
@@ -332,7 +332,7 @@ class Connection:
             self._loop.call_soon(self._tell_lost)
 
     def _tell_lost(self) -> None:
-        # aclose() may have come in between
+        # aclose() may have been called in between.
         if self._state is _State.LOST and self._error is not None and self._on_lost is not None:
             error, self._error = self._error, None
             self._on_lost(error)
@@ -352,7 +352,7 @@ class Connection:
         self._scheduler.withdraw(self._read_next)
 
     def _drop_messages(self) -> None:
-        """Forget what waits to be sent or delivered."""
+        """Drop the messages that wait to be sent or delivered."""
         for queued in self._queue:
             close_descriptors(queued.descriptors)
         self._queue.clear()
@@ -361,7 +361,7 @@ class Connection:
             self._held = None
 
     def _disconnect(self) -> None:
-        """Leave the loop and close the socket."""
+        """Unregister from the loop, and close the socket."""
         self._stop_reading()
         if self._channel.fileno() >= 0:
             self._loop.remove_writer(self._channel.fileno())

@@ -1,4 +1,4 @@
-"""The dialling side: performs a `DiallerHandshake` over sockets."""
+"""The dialling side, which performs a `DiallerHandshake` over sockets."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ async def dial(
     :param secret: the shared secret; None connects processes of one user on one host only.
     :param unix_dir: the directory shared with containers in which to look for the other side's Unix socket.
     :param timeout: seconds for everything together.
-    :param scheduler: shares the time of the loop between the connections of an engine; None: with no others.
+    :param scheduler: shares the time of the loop between the connections of an engine; None for a scheduler of its own.
     :raises AuthenticationError: if one side does not, or cannot, trust the other, or their domains differ.
-    :raises HandshakeError: if the other side is no engine, or speaks no protocol version that we do.
+    :raises HandshakeError: if the other side is not an engine, or has no protocol version in common with this one.
     :raises ConnectError: if no engine listens there, its Unix socket cannot be connected, the system is out of descriptors,
-        the other side has too many connections, or it took too long.
+        the other side has too many connections, or the timeout passed.
     :raises InvalidArgumentError: if an argument is malformed, or the address is our own.
     """
     if problem := identity.problem():
@@ -86,7 +86,7 @@ async def dial(
 
 
 class _Attempt:
-    """One attempt; owns its sockets until they are handed to a connection."""
+    """One attempt to connect; it owns its sockets until they are handed to a connection."""
 
     def __init__(self, address: Address, identity: Identity, secret: Secret, unix_dir: str | None) -> None:
         self._address = address
@@ -137,7 +137,7 @@ class _Attempt:
         try:
             await socket_io.send(channel, message)
         except PeerDownError:
-            # The listener may have refused us without reading; its reason came before the connection broke.
+            # The listener may have refused us without reading; its reason arrived before the connection broke.
             with contextlib.suppress(PeerDownError, ProtocolError):
                 if packet := channel.receive():
                     raise_if_refusal(packet.data)
@@ -157,7 +157,7 @@ class _Attempt:
         return Connection.over(self._owned.pop(established.transport), established, scheduler, dialled=True)
 
     def close(self) -> None:
-        """Close what was not handed over."""
+        """Close the sockets that were not handed over."""
         for channel in self._owned.values():
             channel.close()
         self._owned.clear()

@@ -12,19 +12,18 @@
        ├──────────────────────────────────────────────────▶│
        │        welcome identity, proof                    │
        │◀──────────────────────────────────────────────────┤
-       ▼  the transport of the last two messages carries all that follows; the other is closed
+       ▼  the transport of the last two messages carries all later messages; the other is closed
        (at any point instead of an answer: refuse  code, text)
 
-H1  A proof is an HMAC-SHA256, keyed with the secret, over everything said before on either transport, the identity
-    beside it, the transport and the role.  Whatever is changed, left out, repeated, reordered or reflected, the proof does
-    not fit.
-H2  Nothing but versions, random numbers and fingerprints is said before the other side has proved itself; the dialler's
-    identity is the exception, since one side has to begin.
-H3  Without a secret the proofs only tie the two transports together; then only the Unix transport is served, the kernel
-    must say on both sides that the other process belongs to the same user, and, where no address translation can lie
-    between, both must see the same TCP connection, so that no other user relays it to an engine that was not dialled.
+H1  A proof is an HMAC-SHA256, keyed with the secret, over all earlier messages on both transports, the identity beside it, the
+    transport and the role.  If a message is changed, omitted, repeated, reordered or reflected, the proof is wrong.
+H2  Before the other side is authenticated, only versions, random numbers and fingerprints are sent; the dialler's identity is
+    the exception, because one side has to begin.
+H3  Without a secret the proofs only tie the two transports together.  Then only the Unix transport is served, and the kernel
+    must confirm on both sides that the other process belongs to the same user.  Where there can be no address translation, both
+    sides must also see the same TCP connection, so that no other user relays it to an engine that was not dialled.
 H4  A machine that has failed stays failed, and raises the same error again.
-H5  Messages are taken in their one canonical spelling only.
+H5  Messages are accepted only in their canonical encoding.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ __all__ = [
     "refusal",
 ]
 
-#: The newest version of the protocol that is spoken here; every hello names the range.
+#: The newest supported version of the protocol; every hello names the range.
 PROTOCOL_VERSION = 1
 _OLDEST_VERSION = 1
 _MAGIC = "hixl-async"
@@ -89,40 +88,40 @@ class Transport(Enum):
 
 
 class LocalView(NamedTuple):
-    """The facts that a side knows of itself and of the TCP connection."""
+    """The facts that a side knows about itself and the TCP connection."""
 
     scope: Scope
     user: LocalUser
     #: Our own start time, see `process.start_time`.
     started: str
-    #: The two ends of the TCP connection, dialler first; equal on both sides unless something lies between them.
+    #: The two ends of the TCP connection, dialler first; equal on both sides unless the connection is relayed or translated.
     tcp_path: str
 
 
 class Send(NamedTuple):
-    """Action: send this on that transport."""
+    """The action to send a message on a transport."""
 
     transport: Transport
     message: bytes
 
 
 class OpenUnix(NamedTuple):
-    """Action: connect to this socket, then call ``unix_opened`` or ``unix_failed``."""
+    """The action to connect to a socket, and then to call ``unix_opened`` or ``unix_failed``."""
 
     name: RendezvousName
 
 
 class Established(NamedTuple):
-    """Action, always the last: use this transport from now on, close the other."""
+    """The last action: to use a transport from now on, and to close the other."""
 
     transport: Transport
     #: The version of the protocol that both sides speak.
     version: int
     #: The identity of the other side.
     identity: Identity
-    #: When that process started, as it says itself.
+    #: The start time of that process, as it stated it.
     started: str
-    #: Why there is no Unix transport; "" if there is.
+    #: Why there is no Unix transport; "" if there is one.
     fallback: str
     #: Keys of the seals of the TCP transport: from dialler to listener, and back.
     keys: tuple[bytes, bytes]
@@ -163,7 +162,7 @@ class Handshake:
         if self._error is not None:
             raise self._error
         if self._state not in states:
-            raise self._fail(ProtocolError("a message came out of turn"))
+            raise self._fail(ProtocolError("a message came out of order"))
 
     def _own_hello(self, **more: str) -> bytes:
         scope = self._view.scope
@@ -179,11 +178,11 @@ class Handshake:
         return codec.encode("hello", body, codec.HANDSHAKE_LIMIT)
 
     def _take_hello(self, raw: bytes) -> Incoming:
-        """Check what can be checked at once."""
+        """Parse a hello, and check the fields that need no other message."""
         message = Incoming.canonical(raw, "hello")
         body = message.body
         if body.get("magic") != _MAGIC:
-            raise ProtocolError("the other side is no hixl_async engine: its hello lacks the magic word")
+            raise ProtocolError("the other side is not a hixl_async engine: its hello lacks the magic word")
         match body.get("versions"):
             case [int(oldest), int(newest)] if 0 < oldest <= newest:
                 pass
@@ -195,7 +194,7 @@ class Handshake:
                 f"no common protocol version: the {self._role} speaks {_versions(_OLDEST_VERSION, PROTOCOL_VERSION)}, "
                 f"the {self._other} {_versions(oldest, newest)}; install the same release of hixl_async on both sides"
             )
-        # Only now: another version's hello may look different in all other respects.
+        # Only now, because the hello of another version may have other fields.
         message.text("nonce", _HEX64)
         message.text("network", _FINGERPRINT)
         message.text("directory", _FINGERPRINT)
@@ -227,7 +226,7 @@ class Handshake:
             raise AuthenticationError(
                 f"the {self._other} does not know the secret of the {self._role}: {HOW_TO_SHARE_A_SECRET}"
                 if self._secret
-                else "the two sides saw different handshakes: something between them changed one"
+                else "the two sides saw different handshakes: a message was changed between them"
             )
         if identity.incarnation == self._identity.incarnation:
             raise InvalidArgumentError("transfer to self: this address is the engine's own")
@@ -280,11 +279,11 @@ class DiallerHandshake(Handshake):
         return [Send(Transport.TCP, hello)]
 
     def received(self, transport: Transport, raw: bytes) -> list[Action]:
-        """Take one message.
+        """Handle a message of the listener, and return the actions that follow.
 
         :raises AuthenticationError: if one side does not, or cannot, trust the other.
-        :raises ProtocolError: if `raw` is no valid message, comes out of turn, or there is no common version.
-        :raises InvalidArgumentError: if the other side is ourselves.
+        :raises ProtocolError: if `raw` is not a valid message, comes out of order, or there is no common version.
+        :raises InvalidArgumentError: if the other side is this engine itself.
         :raises ConnectError: if the other side refuses for another reason.
         """
         self._expect(State.HELLO, State.PROVED)
@@ -301,9 +300,10 @@ class DiallerHandshake(Handshake):
             raise self._fail(error) from None
 
     def unix_opened(self, credentials: Credentials) -> list[Action]:
-        """The Unix transport is connected to a socket on which the process of `credentials` listens.
+        """Continue on the Unix socket, which was connected.
 
-        :raises AuthenticationError: if there is no secret, and that process is not known to be our own user's.
+        :param credentials: the process that listens on the socket.
+        :raises AuthenticationError: if there is no secret, and that process is not known to belong to our own user.
         """
         self._expect(State.OPENING)
         if not self._secret and (objection := self._view.user.objection(credentials)):
@@ -313,10 +313,10 @@ class DiallerHandshake(Handshake):
         return self._send_proof(Transport.UNIX)
 
     def unix_failed(self, error: OSError) -> list[Action]:
-        """Go on without the Unix socket, which could not be connected.
+        """Continue without the Unix socket, which could not be connected.
 
-        :raises ConnectError: if there is no secret, so that nothing else is left; the listener may be restarting.
-        :raises AuthenticationError: the same, if the socket is another user's, who keeps us out.
+        :raises ConnectError: if there is no secret, so that there is no other transport; the listener may be restarting.
+        :raises AuthenticationError: if there is no secret, and the socket belongs to another user, who denies access.
         """
         self._expect(State.OPENING)
         reason = f"its Unix socket could not be connected: {error.strerror or error}"
@@ -357,16 +357,16 @@ class ListenerHandshake(Handshake):
         super().__init__(identity, secret, view)
         self._name = name
         self._same_network = False
-        #: Finds this handshake again when the dialler connects the Unix transport.
+        #: The id by which the Unix socket is matched with this handshake.
         self.connection_id = secrets.token_hex(16)
 
     def received(self, transport: Transport, raw: bytes, credentials: Credentials | None = None) -> list[Action]:
-        """Take one message.
+        """Handle a message of the dialler, and return the actions that follow.
 
-        :param credentials: of the process that connected the Unix transport; None on the TCP transport.
+        :param credentials: the process that connected the Unix transport; None on the TCP transport.
         :raises AuthenticationError: if one side does not, or cannot, trust the other.
-        :raises ProtocolError: if `raw` is no valid message, comes out of turn, or there is no common version.
-        :raises InvalidArgumentError: if the other side is ourselves.
+        :raises ProtocolError: if `raw` is not a valid message, comes out of order, or there is no common version.
+        :raises InvalidArgumentError: if the other side is this engine itself.
         """
         self._expect(State.NEW, State.HELLO)
         try:
@@ -402,7 +402,7 @@ class ListenerHandshake(Handshake):
         identity = self._take_proof(transport, raw, message)
         if not self._secret and self._same_network and body["tcp_path"] != self._view.tcp_path:
             raise AuthenticationError(
-                f"something relays the TCP connection: the dialler sees {printable(body['tcp_path'])}, "
+                f"the TCP connection is relayed: the dialler sees {printable(body['tcp_path'])}, "
                 f"the listener {self._view.tcp_path}; {HOW_TO_SHARE_A_SECRET}"
             )
         if transport is Transport.UNIX:
@@ -423,15 +423,15 @@ _KINDS: dict[str, type[HixlError]] = {
 
 
 def refusal(error: HixlError) -> bytes:
-    """The message that tells the dialler why it was refused."""
+    """Return the message that tells the dialler why it was refused."""
     code = error.code if error.code in _KINDS else ConnectError.code
     return codec.encode("refuse", {"code": code, "text": printable(str(error))}, codec.HANDSHAKE_LIMIT)
 
 
 def raise_if_refusal(raw: bytes) -> None:
-    """Raise, at the dialler, the error with which the listener refused it, if `raw` says so.
+    """Raise the error with which the listener refused the dialler, if `raw` is a refusal.
 
-    :raises ProtocolError: also if `raw` is no message at all.
+    :raises ProtocolError: also if `raw` is not a message.
     """
     message = codec.decode(raw, codec.HANDSHAKE_LIMIT)
     if message.kind == "refuse":
@@ -441,9 +441,9 @@ def raise_if_refusal(raw: bytes) -> None:
 
 
 def connection_of(raw: bytes) -> str:
-    """Return which handshake a message on the Unix socket belongs to.
+    """Return the id of the handshake to which a message on the Unix socket belongs.
 
-    :raises ProtocolError: if it is no such message.
+    :raises ProtocolError: if it is not such a message.
     """
     return Incoming.canonical(raw, "prove").text("connection", _HEX32)
 
@@ -456,8 +456,8 @@ def _same(ours: str, theirs: str) -> bool:
 def _why_apart(name: RendezvousName, scope: Scope, hello: Mapping[str, Any]) -> str:
     """Return why the two sides cannot meet on a Unix socket, or "" if they can.
 
-    :param scope: our own.
-    :param hello: what the other side says of its own.
+    :param scope: our own scope.
+    :param hello: the hello of the other side, which has the fingerprints of its scope.
     """
     ours, theirs = (
         (scope.network, hello["network"]) if name.kind == "abstract" else (scope.directory, hello["directory"])

@@ -14,24 +14,25 @@ _HEX32 = re.compile(r"[0-9a-f]{32}")
 
 
 class Identity(NamedTuple):
-    """The claims of a side about itself; a side that knows the secret, or belongs to the same user, can claim anything."""
+    """The claims of an engine about itself; one that knows the secret, or belongs to the same user, can claim anything."""
 
-    #: Name for people; not unique.
+    #: The name for people; not unique.
     name: str
     #: The tenant; two sides of different domains refuse each other.
     domain: str
     #: 32 random hexadecimal digits, drawn once per engine: a restarted engine has another one.
     incarnation: str
-    #: Where the side listens, as ``host:port``; "" if it only dials.
+    #: The address at which the engine listens, ``host:port``; "" if it only dials.
     address: str
-    #: Names of the drivers that it has opened.
+    #: The names of the drivers that it has opened.
     drivers: tuple[str, ...]
 
     @classmethod
     def parse(cls, value: object) -> Identity:
         """Return the identity that the other side claims.
 
-        :param value: the object as it was decoded.
+        :param value: the field of the message.
+        :return: the identity.
         :raises ProtocolError: if it is missing or malformed.
         """
         if not isinstance(value, dict) or value.keys() != set(cls._fields) or not isinstance(value["drivers"], list):
@@ -42,7 +43,7 @@ class Identity(NamedTuple):
         return claimed
 
     def problem(self) -> str | None:
-        """Return what is wrong with the fields, or None."""
+        """Return a text that says which field is invalid, or None."""
         for field, text, least, most in (
             ("name", self.name, 1, 128),
             ("domain", self.domain, 0, 128),
@@ -64,7 +65,8 @@ class Secret:
 
     def __init__(self, key: bytes | None) -> None:
         """
-        :raises InvalidArgumentError: if `key` is neither None nor bytes with something in them.
+        :param key: the bytes of the secret, or None.
+        :raises InvalidArgumentError: if `key` is neither None nor bytes, or is empty.
         """
         if key is not None and (not isinstance(key, (bytes, bytearray)) or not key):
             what = "empty" if isinstance(key, bytes | bytearray) else f"a {type(key).__name__}"
@@ -84,5 +86,5 @@ class Secret:
 
 
 def _short(text: object, least: int, most: int) -> bool:
-    # No control characters, since these strings end up in logs; isprintable() excludes lone surrogates, too.
+    # No control characters, because these strings are logged; isprintable() excludes lone surrogates, too.
     return isinstance(text, str) and text.isprintable() and least <= len(text.encode()) <= most

@@ -1,4 +1,4 @@
-"""A message of the other side: its fields are checked as they are read, and its texts filtered before they are shown."""
+"""A message of the other side, whose fields are checked when they are read, and whose texts are filtered for display."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Incoming", "binary_text", "printable"]
 
 T = TypeVar("T")
 
-#: Characters of a text for people that are shown.
+#: The most characters of a text for people that are shown.
 TEXT_LIMIT = 500
 
 
@@ -26,7 +26,7 @@ class Incoming:
     __slots__ = ("_descriptors", "body", "kind")
 
     def __init__(self, kind: str, body: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        #: The word that says what the message is about.
+        #: The kind of message, a short word.
         self.kind = kind
         #: All fields, unchecked.
         self.body = body
@@ -34,7 +34,7 @@ class Incoming:
 
     @classmethod
     def canonical(cls, raw: bytes, kind: str) -> Incoming:
-        """Return a message of the handshake, which must be a `kind` in its canonical spelling.
+        """Parse a message of the handshake, which must be of a kind and in its canonical encoding.
 
         :raises ProtocolError: if it is not.
         """
@@ -42,13 +42,13 @@ class Incoming:
         if message.kind != kind:
             raise ProtocolError(f"expected a {kind!r}, not a {message.kind!r}")
         if codec.encode(*message) != raw:
-            raise ProtocolError(f"the {kind!r} is not in its canonical spelling")
+            raise ProtocolError(f"the {kind!r} is not in its canonical encoding")
         return cls(*message)
 
     # -- fields
 
     def text(self, name: str, pattern: re.Pattern[str] | None = None) -> str:
-        """Return a name or a number in the form of a string: printable, and matched by `pattern` as a whole.
+        """Return a string field that is printable, and that `pattern` matches as a whole.
 
         :raises ProtocolError: if there is none of that name.
         """
@@ -58,7 +58,7 @@ class Incoming:
         return value
 
     def words(self, name: str, most: int = TEXT_LIMIT) -> str:
-        """Return a text for people, as `printable` shows it.
+        """Return a text for people, filtered by `printable`.
 
         :raises ProtocolError: if there is none of that name.
         """
@@ -89,7 +89,7 @@ class Incoming:
         return name in self.body and self._field(name, bool)
 
     def metadata(self) -> bytes:
-        """Return the driver's descriptor of a link or a region.
+        """Return a driver's metadata of a link or a region.
 
         :raises ProtocolError: if there is none.
         """
@@ -122,12 +122,12 @@ class Incoming:
         return bool(self._descriptors)
 
     def take(self) -> list[int]:
-        """Return its descriptors, which are the caller's from here on."""
+        """Return the descriptors, which belong to the caller from now on."""
         descriptors, self._descriptors = self._descriptors, []
         return descriptors
 
     def kept(self) -> Incoming:
-        """Return the same message for later, with its descriptors."""
+        """Return a copy of the message that owns its descriptors, to be kept after the handler has returned."""
         return Incoming(self.kind, self.body, self.take())
 
     def drop(self) -> None:
@@ -136,10 +136,10 @@ class Incoming:
 
 
 def printable(text: str, most: int = TEXT_LIMIT) -> str:
-    """Return what may be shown to people of a text of the other side: not too much of it, and no control characters."""
+    """Return the start of a text of the other side without control characters, for display to people."""
     return "".join(char if char.isprintable() else "?" for char in text[:most])
 
 
 def binary_text(data: bytes) -> str:
-    """Return bytes, such as a driver's descriptor, as they travel."""
+    """Return bytes, such as a driver's metadata, in the encoding of messages."""
     return base64.b64encode(data).decode()

@@ -41,15 +41,15 @@ _log = logging.getLogger("hixl_async.control")
 _BACKLOG = 1024
 # Handshakes under way on each of the two sockets.
 _MAX_HANDSHAKES = 64
-# A handshake takes a few milliseconds; while others wait, this is all the time that one may have, in seconds.
+# Seconds that a handshake may take while others wait; it usually takes a few milliseconds.
 _PATIENCE = 0.25
-# Time that all handshakes together may take in a pass of the loop, and that one step of one takes, in seconds.
+# Seconds that all handshakes together may take in a pass of the loop, and that one step of a handshake takes.
 _HANDSHAKE_BUDGET, _HANDSHAKE_STEP = 0.0006, 0.0003
 _TOO_MANY = BusyError("too many handshakes at once, or the listener closes")
 
 
 class _Joined(NamedTuple):
-    """The Unix socket of a handshake, and the message that came with it."""
+    """The Unix socket of a handshake, and its first message."""
 
     channel: UnixChannel
     credentials: Credentials
@@ -57,7 +57,7 @@ class _Joined(NamedTuple):
 
 
 class Reply:
-    """The listening side's part in one handshake; owns its sockets until they are handed to a connection."""
+    """The listening side's part in one handshake; it owns its sockets until they are handed to a connection."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Reply:
     async def run(self, limits: ConnectionLimits, scheduler: FairScheduler) -> Connection:
         """Perform the whole handshake.
 
-        :param limits: counts the connection from the moment at which the kernel, or the proof, says whose it is.
+        :param limits: counts the connection once the kernel, or the proof, says whose it is.
         :param scheduler: see `Connection`.
         :raises HixlError: if it fails.
         """
@@ -116,7 +116,7 @@ class Reply:
             await self._turns.turn(_HANDSHAKE_STEP)
             actions = self._handshake.received(transport, raw, credentials)
             if transport is Transport.UNIX:
-                # The other side has proved itself, and may send descriptors as soon as it knows that.
+                # The other side is authenticated, and may send descriptors as soon as it knows that.
                 admit_descriptors(channel.sock, True)
             if isinstance(actions[-1], Established):
                 return await self._establish(channel, actions, credentials, limits, scheduler)
@@ -150,12 +150,12 @@ class Reply:
         return None
 
     def refuse(self, error: HixlError) -> None:
-        """Tell the dialler why, wherever it listens, if that is possible without waiting."""
+        """Tell the dialler why it is refused, on each of its sockets, if that is possible without waiting."""
         for channel in self._owned:
             _refuse(channel, error)
 
     def close(self) -> None:
-        """Close what was not handed over; idempotent."""
+        """Close the sockets that were not handed over; idempotent."""
         for channel in self._owned:
             channel.close()
 
@@ -167,16 +167,16 @@ def _refuse(channel: TcpChannel | UnixChannel, error: HixlError) -> None:
 
 
 def _refuse_early(kind: type[TcpChannel | UnixChannel], sock: socket.socket, error: HixlError) -> None:
-    """The same for a connection whose handshake has not begun."""
+    """Tell the other side why it is refused, before its handshake has begun."""
     with contextlib.suppress(OSError):
         channel = kind(sock)
         with contextlib.suppress(OSError):
-            sock.recv(HANDSHAKE_LIMIT)  # a close with bytes unread would reset the connection, and the reason be lost
+            sock.recv(HANDSHAKE_LIMIT)  # closing with unread bytes would reset the connection and lose the reason
         _refuse(channel, error)
 
 
 class Listener:
-    """The listening side: authenticates engines that dial, and hands over their connections."""
+    """The listening side, which authenticates engines that dial, and hands over their connections."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Listener:
         limits: ConnectionLimits,
     ) -> None:
         """Use `open`."""
-        #: Where it listens, with the actual port; None if it does not.
+        #: The address on which it listens, with the actual port; None if it does not listen.
         self.address: Address | None = None
         self._identity_factory = identity_factory
         self._secret = secret
@@ -220,18 +220,18 @@ class Listener:
     ) -> Self:
         """Start to listen.
 
-        :param address: where; port 0 picks a free one; None: nowhere, and nothing is created.
+        :param address: the address to listen on; port 0 picks a free one; with None no socket is created.
         :param identity_factory: returns our identity; called once per handshake.
-        :param secret: the shared secret; None lets in processes of our own user on this host only.
+        :param secret: the shared secret; with None only processes of our own user on this host are admitted.
         :param unix_dir: a directory shared with containers, in which the Unix socket is created as a file.
         :param handshake_timeout: seconds that one handshake may take.
-        :param on_connection: takes each connection; its owner calls ``start`` and, in the end, ``aclose``.
-        :param scheduler: shares the time of the loop between all connections of an engine; None: of this listener.
-        :param limits: counts the connections of each process, user and host; None: with its defaults.
-        :raises InvalidArgumentError: if `address` is no address of this machine or, without a secret, one that other
+        :param on_connection: called with each connection; its owner calls ``start`` and, in the end, ``aclose``.
+        :param scheduler: shares the time of the loop between the connections of an engine; None for a scheduler of its own.
+        :param limits: counts the connections of each process, user and host; None for the default limits.
+        :raises InvalidArgumentError: if `address` is not an address of this machine or, without a secret, one that other
             machines can reach, or `unix_dir` is not usable.
         :raises AddressInUseError: if the port is taken.
-        :raises ConnectError: if the system forbids to listen there.
+        :raises ConnectError: if the system forbids listening there.
         """
         self = cls(
             identity_factory,
@@ -280,7 +280,7 @@ class Listener:
             )
 
     async def aclose(self) -> None:
-        """End listening and the handshakes under way, not the connections; idempotent."""
+        """Stop listening, and end the handshakes in progress, but not the connections; idempotent."""
         for limiter in self._accepting:
             limiter.close()
         self._close_sockets()
@@ -288,7 +288,7 @@ class Listener:
             await limiter.wait_empty()
 
     def abandon(self) -> None:
-        """Close our descriptors and nothing else, for the child of a fork: the parent goes on listening."""
+        """Close only our descriptors, for the child of a fork: the parent continues to listen."""
         for limiter in self._accepting:
             limiter.abandon()
         for reply in self._replies.values():
@@ -305,7 +305,7 @@ class Listener:
             self._rendezvous.close()
 
     async def _reply_tcp(self, sock: socket.socket) -> None:
-        """Perform the whole handshake with an engine that dialled, whichever transport it ends on."""
+        """Perform the whole handshake with an engine that dialled, on both transports."""
         assert self._rendezvous is not None
         reply: Reply | None = None
         try:
@@ -388,7 +388,7 @@ def _listen(address: Address, targets: list[socket_io.Target]) -> socket.socket:
             problem = _listen_error(address, error)
             continue
         try:
-            # Linux lets no other socket listen there meanwhile; it only ignores connections of the past (socket(7)).
+            # On Linux this lets no second socket listen there; it only ignores past connections (socket(7)).
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(target.address)
             sock.listen(_BACKLOG)
@@ -408,8 +408,8 @@ def _listen_error(address: Address, error: OSError) -> HixlError:
             f"another process or engine listens on {address} already; port 0 picks a free one", native=error.errno
         )
     if error.errno == errno.EADDRNOTAVAIL:
-        return InvalidArgumentError(f"{address} is no address of this machine", native=error.errno)
+        return InvalidArgumentError(f"{address} is not an address of this machine", native=error.errno)
     remedy = ""
     if error.errno == errno.EACCES and 0 < address.port < 1024:
-        remedy = "; a port below 1024 needs CAP_NET_BIND_SERVICE: take a higher one, or 0 for any that is free"
+        remedy = "; a port below 1024 needs CAP_NET_BIND_SERVICE: use a higher one, or 0 for any free port"
     return ConnectError(f"cannot listen on {address}: {error.strerror}{remedy}", native=error.errno)

@@ -1,4 +1,4 @@
-"""The process at the other end of a Unix socket: its credentials, and a descriptor that tells when it died."""
+"""The process at the other end of a Unix socket: its credentials, and a descriptor that reports its death."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class Credentials(NamedTuple):
-    """A process as the kernel names it for the holder of a Unix socket (``SO_PEERCRED``)."""
+    """The process at the other end of a Unix socket, according to the kernel (``SO_PEERCRED``)."""
 
-    #: Its process id; 0 if it lives in a PID namespace that ours cannot see.
+    #: Its process id; 0 if it is in a PID namespace that ours cannot see.
     pid: int
     #: Its effective user id.
     uid: int
@@ -29,7 +29,7 @@ class Credentials(NamedTuple):
 
 
 class LocalUser(NamedTuple):
-    """Our own user, and what is needed to tell another process' user from it."""
+    """Our own user, and the facts by which another process's user is distinguished from it."""
 
     #: Our effective user id.
     uid: int
@@ -37,12 +37,12 @@ class LocalUser(NamedTuple):
     overflow_uid: int
     #: True if every user has a name here, so that no other user is shown as `overflow_uid`.
     all_mapped: bool
-    #: Why `all_mapped` is not known and taken to be False; "" if it is known.
+    #: The reason why `all_mapped` is unknown and assumed to be False; "" if it is known.
     missing: str = ""
 
     @classmethod
     def current(cls) -> LocalUser:
-        """Read them from the kernel.
+        """Read the facts about our own user from the kernel.
 
         :raises OSError: if the system has no descriptor left.
         """
@@ -61,7 +61,7 @@ class LocalUser(NamedTuple):
         return cls(os.geteuid(), overflow_uid, mapped >= 0xFFFFFFFF, missing)
 
     def objection(self, other: Credentials) -> str | None:
-        """Return why `other` is not proved to be the same user, or None if it is."""
+        """Return why `other` is not known to be the same user, or None if it is."""
         if other.uid != self.uid:
             return f"it runs as user {other.uid}, this side as user {self.uid}"
         if other.uid == self.overflow_uid and self.missing:
@@ -77,9 +77,9 @@ def peer_credentials(sock: socket.socket) -> Credentials:
 
 
 def start_time(pid: int | None = None) -> str:
-    """Return when a process started, in the kernel's ticks, or "" if that cannot be read; ours if `pid` is None.
+    """Return the start time of a process, in the kernel's ticks, or "" if it cannot be read; ours if `pid` is None.
 
-    A process id and a start time together name one process for as long as the machine runs.
+    A process id and a start time together identify one process for as long as the machine runs.
 
     :raises OSError: if the system has no descriptor left.
     """
@@ -94,7 +94,7 @@ def start_time(pid: int | None = None) -> str:
 def open_pidfd(sock: socket.socket, credentials: Credentials, started: str) -> int | None:
     """Return a descriptor that becomes readable when the process at the other end of `sock` has died.
 
-    None if this kernel or namespace cannot give one that surely means that process.
+    Return None if this kernel or namespace has no descriptor that certainly refers to that process.
 
     :param started: the start time that the process itself stated, to verify its id on kernels before 6.5.
     """
@@ -108,8 +108,8 @@ def open_pidfd(sock: socket.socket, credentials: Credentials, started: str) -> i
         pidfd = os.pidfd_open(credentials.pid)
     except OSError:
         return None
-    # The id may have passed to a new process before pidfd_open. If the process that has it now started when our peer
-    # says that it did, and is still there afterwards, it is our peer.
+    # The id may have passed to a new process before pidfd_open.  If the process that has it now started at the time that our
+    # peer stated, and is still alive afterwards, it is our peer.
     with contextlib.suppress(OSError):
         if start_time(credentials.pid) == started and not _died(pidfd):
             return pidfd
@@ -120,7 +120,7 @@ def open_pidfd(sock: socket.socket, credentials: Credentials, started: str) -> i
 def why_unknown(error: Exception) -> str:
     """Return the reason why something cannot be read from the kernel, for messages.
 
-    :raises OSError: if that is a lack of descriptors or memory, which says nothing about the system.
+    :raises OSError: if the reason is a lack of descriptors or memory, which may pass.
     """
     if isinstance(error, OSError):
         if error.errno in _EXHAUSTED:

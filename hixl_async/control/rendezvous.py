@@ -1,9 +1,9 @@
-"""The random Unix socket on which two processes of one machine meet, after one of them named it to the other over TCP.
+"""The random Unix socket on which two processes of one machine meet, after one of them sent its name to the other over TCP.
 
-Its name lives in the abstract namespace, so that a killed process leaves nothing behind, or as a file in a directory
-that containers share.  A name only counts where it cannot mean two things: both sides compare a fingerprint of the
-network namespace (abstract names) or of the directory (files).  A stranger could otherwise bind the name where only the
-dialler sees it, and stand between the two.
+The name is in the abstract namespace, so that a killed process leaves nothing behind, or is a file in a directory that
+containers share.  Both sides compare a fingerprint of the network namespace (abstract names) or of the directory (files), so
+that the name means the same socket to both.  Otherwise an attacker could bind the name where only the dialler sees it, and act
+as a man in the middle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BACKLOG = 1024
 _SO_PASSRIGHTS = 83  # asm-generic/socket.h; the socket module has no name for it
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _FILE = re.compile(r"hixl-[0-9a-f]{32}\.(sock|new)")
-# Between bind and rename a file lives for microseconds; one this old was left by a process that died there.
+# Seconds after which a file between bind and rename is stale; a process that lives renames it within microseconds.
 _ABANDONED_AFTER = 60.0
 
 
@@ -37,14 +37,14 @@ class RendezvousName(NamedTuple):
     """The name of the socket in the listener's hello."""
 
     kind: Literal["abstract", "directory"]
-    #: 32 hexadecimal digits; the rest of the name is fixed, so that a hostile listener cannot send us elsewhere.
+    #: 32 hexadecimal digits; the rest of the name is fixed, so that a hostile listener cannot choose another socket.
     token: str
 
     @classmethod
     def parse(cls, text: str) -> RendezvousName:
-        """Return the name that the listening side sent.
+        """Parse the name that the listening side sent.
 
-        :raises ProtocolError: if it is none.
+        :raises ProtocolError: if it is malformed.
         """
         kind, _, token = text.partition(":")
         if kind not in ("abstract", "directory") or not _TOKEN.fullmatch(token):
@@ -61,24 +61,24 @@ class RendezvousName(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """Fingerprints of the places in which a name can be found; equal on two sides only if the places are the same."""
+    """The fingerprints of the namespaces of a name; equal on two sides only if the namespaces are the same."""
 
-    #: Of the network namespace, which holds the abstract names; "" if unknown.
+    #: The fingerprint of the network namespace, which holds the abstract names; "" if unknown.
     network: str
-    #: Of the shared directory; "" if there is none, or it is unknown.
+    #: The fingerprint of the shared directory; "" if there is none, or it is unknown.
     directory: str
-    #: Why they are unknown; "" if they are not.
+    #: The reason why they are unknown; "" if they are known.
     missing: str = ""
 
     @classmethod
     def current(cls, unix_dir: str | None) -> Scope:
         """Return our own scope.
 
-        :raises InvalidArgumentError: if `unix_dir` is no directory that we can reach.
+        :raises InvalidArgumentError: if `unix_dir` is not a directory that we can reach.
         :raises OSError: if the system has no descriptor left.
         """
-        # Namespaces and inodes are only unique on one kernel, which the boot id names. It is random, so that an
-        # outsider can do nothing with a digest but compare it.
+        # Namespaces and inodes are only unique on one kernel, which the boot id identifies.  It is random, so that the digest
+        # reveals nothing to an outsider.
         try:
             with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
                 boot = file.read().strip()
@@ -101,13 +101,13 @@ class Rendezvous:
     def __init__(self, unix_dir: str | None, *, other_users: bool) -> None:
         """Listen under a random name.
 
-        :param other_users: False if other users shall not be able to connect; abstract names cannot prevent them.
-        :raises InvalidArgumentError: if `unix_dir` is no directory, or others could replace files in it.
+        :param other_users: False to keep other users from connecting, which is impossible for abstract names.
+        :raises InvalidArgumentError: if `unix_dir` is not a directory, or other users could replace files in it.
         :raises OSError: if the kernel refuses.
         """
         self.sock = _socket()
         self._directory: int | None = None
-        admit_descriptors(self.sock, False)  # who connects inherits it
+        admit_descriptors(self.sock, False)  # accepted sockets inherit it
         try:
             self.name = RendezvousName("abstract" if unix_dir is None else "directory", secrets.token_hex(16))
             if unix_dir is None:
@@ -124,8 +124,8 @@ class Rendezvous:
             _check_private(unix_dir, os.fstat(directory))
             _remove_stale(directory)
             self._directory = os.dup(directory)
-        # The file gets its final name only when it can be connected to: before listen() a connect is refused, which is
-        # how _remove_stale recognises the sockets of dead processes.
+        # The file gets its final name only after listen(), because _remove_stale takes a refused connect for the sign of a dead
+        # process.
         new = self.name.file.replace(".sock", ".new")
         self.sock.bind(_in(self._directory, new))
         try:
@@ -144,7 +144,7 @@ class Rendezvous:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close our descriptors only: in the child of a fork the socket belongs to the parent."""
+        """Close only our descriptors, for the child of a fork: the socket belongs to the parent."""
         self.sock.close()
         if self._directory is not None:
             os.close(self._directory)
@@ -156,7 +156,7 @@ def connect(name: RendezvousName, unix_dir: str | None) -> socket.socket:
 
     :raises BlockingIOError: if its queue is full; try again a little later.
     :raises OSError: if no socket listens under `name`.
-    :raises InvalidArgumentError: if `unix_dir` is no directory that we can reach.
+    :raises InvalidArgumentError: if `unix_dir` is not a directory that we can reach.
     """
     sock = _socket()
     try:
@@ -175,7 +175,7 @@ def connect(name: RendezvousName, unix_dir: str | None) -> socket.socket:
 def admit_descriptors(sock: socket.socket, admit: bool) -> None:
     """Allow or forbid others to send descriptors to `sock`, where the kernel can refuse them (Linux 6.16).
 
-    Merely to receive a stranger's descriptor, and to drop it, can block: see `channel.may_block_close`.
+    Receiving and closing an untrusted descriptor can block: see `channel.may_block_close`.
     """
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, admit)
@@ -203,8 +203,8 @@ def _open_directory(path: str) -> Iterator[int]:
 
 
 def _in(directory: int, file: str) -> str:
-    # Through the descriptor the path is short, whatever the length of unix_dir (unix(7): 108 bytes at most), and it is
-    # the very directory that was checked.
+    # The path through the descriptor is short for any unix_dir (unix(7): 108 bytes at most), and names the directory that was
+    # checked.
     return f"/proc/self/fd/{directory}/{file}"
 
 
@@ -214,7 +214,7 @@ def _check_private(path: str, status: os.stat_result) -> None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
         raise InvalidArgumentError(
             f"others may replace files in unix_dir {path!r} (mode {stat.S_IMODE(status.st_mode):04o}): "
-            f"take their right to write away, or set the sticky bit (chmod +t)"
+            f"remove their write permission, or set the sticky bit (chmod +t)"
         )
 
 
@@ -223,9 +223,9 @@ def _remove_stale(directory: int) -> None:
     try:
         files = [file for file in os.listdir(f"/proc/self/fd/{directory}") if _FILE.fullmatch(file)]
     except OSError:
-        return  # we may use the directory without being allowed to list it
+        return  # we may be allowed to use the directory but not to list it
     for file in files:
-        with contextlib.suppress(OSError):  # another process removed it, or it is another user's
+        with contextlib.suppress(OSError):  # another process removed it, or it belongs to another user
             if file.endswith(".new"):
                 if time.time() - os.stat(file, dir_fd=directory).st_mtime < _ABANDONED_AFTER:
                     continue

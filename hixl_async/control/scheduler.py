@@ -1,7 +1,6 @@
-"""One time budget in each pass of the loop, shared in turn by all who have work to do there.
+"""One time budget in each pass of the loop, shared by all connections in turn.
 
-A budget for each connection would add up: many connections of one hostile process would keep the loop as long as they
-like, each of them within its own bounds.
+Budgets for single connections would add up: many connections of one hostile process could occupy the loop without limit.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ class Progress(Enum):
     IDLE = "idle"
     #: There may be more to do.
     MORE = "more"
-    #: The step needs a whole pass for itself, and has done nothing yet.
+    #: The step needs a whole pass for itself, and has not begun.
     POSTPONED = "postponed"
 
 
-#: Does one small piece of work.
+#: A function that does one small piece of work.
 Step: TypeAlias = Callable[[], Progress]
 
 
 class FairScheduler:
-    """Runs steps as long as the budget of a pass lasts, and the others in later passes, round robin.
+    """A scheduler that runs steps round robin, as long as the budget of a pass lasts, and the others in later passes.
 
-    A step runs inside of `submit` if there is time, so that an idle loop adds no delay.  The scheduler belongs to the
-    loop in which the first step is submitted.
+    A step runs inside of `submit` if there is time, so that an idle loop adds no delay.  The scheduler belongs to the loop in
+    which the first step is submitted.
     """
 
     def __init__(self, budget: float = BUDGET, clock: Callable[[], float] = time.perf_counter) -> None:
         """
         :param budget: seconds in each pass.
-        :param clock: the time in seconds.  ``loop.time()`` will not do, since uvloop's stands still during a pass.
+        :param clock: returns the time in seconds.  ``loop.time()`` is unsuitable, because uvloop's is constant during a pass.
         """
         self._budget = budget
         self._clock = clock
@@ -59,20 +58,20 @@ class FairScheduler:
 
     @property
     def fresh(self) -> bool:
-        """True if nothing of this pass's budget is spent; only meant for steps."""
+        """True if none of this pass's budget is spent; only meant for steps."""
         return self._spent == 0.0
 
     def submit(self, step: Step) -> None:
-        """Run `step` until it is idle: now as far as the budget allows, the rest in its turn; no error if it waits already."""
+        """Run `step` until it is idle, now or in later passes as the budget allows; no error if it is queued already."""
         if step in self._queue:
             return
         self._queue[step] = None
-        # Those that wait have been there longer, and the next pass begins with them.
+        # Waiting steps were submitted earlier, and the next pass begins with them.
         if len(self._queue) == 1 and not self._running:
             self._run()
 
     def withdraw(self, step: Step) -> None:
-        """Forget `step`; no error if it does not wait."""
+        """Remove `step` from the queue; no error if it is not queued."""
         self._queue.pop(step, None)
 
     def charge(self, seconds: float) -> None:
@@ -110,7 +109,7 @@ class FairScheduler:
                     break
         finally:
             self._running = False
-            # A renewal costs a pass of the loop; while little was spent it is not worth it.
+            # A renewal costs a pass of the loop, which is not worth it while little was spent.
             if self._renewal is None and (self._queue or self._spent > self._budget / 4):
                 self._renewal = asyncio.get_running_loop().call_soon(self._renew)
 
@@ -122,7 +121,7 @@ class FairScheduler:
             self._spent += self._clock() - before
 
     def _renew(self) -> None:
-        """Begin a pass."""
+        """Begin a pass with a new budget."""
         self._renewal = None
         self._spent = 0.0
         self._run()

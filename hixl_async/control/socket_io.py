@@ -1,4 +1,4 @@
-"""Waits for sockets during a handshake; the same on asyncio and uvloop."""
+"""Waiting for sockets during a handshake; the same on asyncio and uvloop."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .rendezvous import connect as connect_rendezvous
 
 __all__ = ["connect_tcp", "connect_unix", "receive", "resolve", "send", "tcp_path"]
 
-# A Unix socket whose queue is full refuses at once and never says when there is room again (unix_stream_connect in
-# net/unix/af_unix.c), so that there is nothing to wait for but time.
+# Seconds before the next try.  A Unix socket whose queue is full refuses at once and never reports room (unix_stream_connect
+# in net/unix/af_unix.c), so that only polling is possible.
 _FULL_QUEUE_RETRY = 0.005
 
 SocketAddress: TypeAlias = tuple[Any, ...]
 
 
 class Target(NamedTuple):
-    """One meaning of an `Address`."""
+    """One socket address to which an `Address` resolves."""
 
     family: int
     address: SocketAddress
@@ -33,7 +33,7 @@ class Target(NamedTuple):
 async def resolve(address: Address) -> list[Target]:
     """Look up the host of `address`.
 
-    :raises InvalidArgumentError: if it is no host.
+    :raises InvalidArgumentError: if the host is unknown.
     """
     host = address.host or "127.0.0.1"
     options = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}
@@ -51,7 +51,7 @@ async def connect_tcp(address: Address) -> socket.socket:
     """Connect to the first target that answers.
 
     :raises ConnectError: if none does.
-    :raises InvalidArgumentError: if `address` has no host that is known, or no port.
+    :raises InvalidArgumentError: if the host of `address` is unknown, or its port is 0.
     """
     if not address.port:
         raise InvalidArgumentError(f"address {address} has port 0, which no engine can listen on")
@@ -88,7 +88,7 @@ async def connect_unix(name: RendezvousName, unix_dir: str | None) -> socket.soc
 
 
 def tcp_path(dialler: SocketAddress, listener: SocketAddress) -> str:
-    """Return the two ends of a TCP connection in words that both of them use."""
+    """Return a text for the two ends of a TCP connection that is the same on both sides."""
     # A socket for both versions of IP shows an address of version 4 as one of version 6.
     return " > ".join(f"{end[0].removeprefix('::ffff:')} {end[1]}" for end in (dialler, listener))
 
@@ -101,7 +101,7 @@ async def receive(channel: Channel, *, unless: asyncio.Future[Any] | None = None
     """Return the next message of a handshake, or None if `unless` is done first.
 
     :raises PeerDownError: if the other side is gone.
-    :raises ProtocolError: if it sent no message, or descriptors, which have no place here.
+    :raises ProtocolError: if it sent something other than a message, or descriptors, which are not allowed yet.
     """
     while unless is None or not unless.done():
         if (packet := channel.receive()) is not None:

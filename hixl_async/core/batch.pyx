@@ -16,6 +16,7 @@ import sys
 from array import array
 
 from .. import errors
+from .unpicklable import unpicklable
 
 # In place of a verb: an empty batch, to be filled here.
 cdef object _EMPTY = object()
@@ -96,6 +97,8 @@ cdef class Batch:
     :raises RangeError: if a descriptor has length 0 or reaches outside; its number is in `index`.
     :raises AccessError: if the remote region does not grant `verb`.
     """
+
+    __reduce__ = unpicklable("send its verb, names of regions and rows, and make it of them there")
 
     def __cinit__(self, verb, local, remote=None, rows=None):
         cdef list parts = []

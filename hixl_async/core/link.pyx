@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from numbers import Real
 
 from .. import errors
+from .unpicklable import unpicklable
 
 # Notifications that a peer sent before its end are still taken, but only so many, because it may still be sending.
 cdef enum: LAST_POLLS = 64, LAST_POLL_EVENTS = 256
@@ -51,6 +52,8 @@ cdef class CoreBase:
 
     The methods are declared here and defined by `InFlightTable`.
     """
+
+    __reduce__ = unpicklable("open one in each process, and give it the other's address")
 
     @property
     def loop(self):

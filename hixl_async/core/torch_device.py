@@ -1,4 +1,4 @@
-"""What a device is asked to do: to know a mapping of the host, and to copy between it and a tensor of its own."""
+"""The requests to a device: to know a mapping of the host, and to copy between it and a tensor of the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["copy", "pin"]
 
 
 def pin(tensor: Any, address: int, nbytes: int) -> Callable[[], object] | None:
-    """Makes host memory known to the device of `tensor`; CUDA would copy it by way of a buffer of its own, and wait for that.
+    """Make host memory known to the device of `tensor`; CUDA would copy it by way of a buffer of its own, and wait for that.
 
-    :return: what undoes it; None where the device needs no telling, or cannot be told.
+    :return: a function that undoes it; None where the device needs no telling, or cannot be told.
     """
     if tensor.device.type != "cuda":
         return None
@@ -24,9 +24,11 @@ def pin(tensor: Any, address: int, nbytes: int) -> Callable[[], object] | None:
 
 
 def copy(tensor: Any, address: int, nbytes: int, to_device: bool) -> Any:
-    """Begins to copy a whole tensor, on the stream that is current for its device.
+    """Begin to copy a whole tensor, on the stream that is current for its device.
 
-    :return: an event of the device, recorded behind the copy.
+    It raises only if nothing was queued.
+
+    :return: an event of the device behind the copy, or another object whose ``query()`` tells of its end.
     """
     import ctypes  # torch has brought it
 
@@ -35,15 +37,35 @@ def copy(tensor: Any, address: int, nbytes: int, to_device: bool) -> Any:
     flat = tensor.reshape(-1).view(torch.uint8)
     device = torch.get_device_module(tensor.device)
     with device.device(tensor.device):
+        stream, event = device.current_stream(tensor.device), device.Event()
         if to_device:
             flat.copy_(host, non_blocking=True)
         else:
             host.copy_(flat, non_blocking=True)
-        event = device.Event()
-        event.record(device.current_stream(tensor.device))
+        try:
+            event.record(stream)
+        except Exception as error:
+            event = _Unrecorded(stream, error)
     return event
 
 
+class _Unrecorded:
+    """The place of an event that could not be recorded behind a copy: once the stream is idle, the copy has failed."""
+
+    def __init__(self, stream: Any, error: Exception) -> None:
+        self._stream = stream
+        self._error = error
+
+    def query(self) -> bool:
+        """Return False while the stream works.
+
+        :raises Exception: the reason why the event was not recorded, once the copy can no longer move bytes.
+        """
+        if not self._stream.query():
+            return False
+        raise self._error
+
+
 def _torch() -> Any:
-    """The caller brought it: the tensor is one of its own."""
+    """Return torch, which the caller has imported: the tensor is one of its own."""
     return sys.modules["torch"]

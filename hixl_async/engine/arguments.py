@@ -1,4 +1,4 @@
-"""Checks of arguments that many calls take."""
+"""Validation of arguments that many calls take."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from operator import index
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["positive_seconds", "whole_number"]
+__all__ = ["positive_seconds", "require_callable", "whole_number"]
+
+
+def require_callable(name: str, value: object) -> None:
+    """Return if `value` can be called.
+
+    :raises InvalidArgumentError: if it cannot; the message says `name`.
+    """
+    if not callable(value):
+        raise InvalidArgumentError(f"{name} must be a function, not {value!r}")
 
 
 def positive_seconds(name: str, value: object) -> float:
-    """`value`, if it is a time that can be waited for.
+    """Return `value` as a float if it is a positive, finite number of seconds.
 
-    :raises InvalidArgumentError: if it is no number, not positive, or endless; the message says `name`.
+    :raises InvalidArgumentError: if it is not a number, not positive, or infinite; the message contains `name`.
     """
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
@@ -28,9 +37,9 @@ def positive_seconds(name: str, value: object) -> float:
 
 
 def whole_number(name: str, value: object) -> int:
-    """`value` as an int, whatever library it is an integer of; True and False are none.
+    """Return `value` as an int; integers of other libraries are accepted, True and False are not.
 
-    :raises InvalidArgumentError: if it is no whole number; the message says `name`.
+    :raises InvalidArgumentError: if it is not a whole number; the message contains `name`.
     """
     if not isinstance(value, bool):
         with suppress(TypeError):

@@ -1,4 +1,4 @@
-"""What ``aclose`` of an engine, a peer or a region returns: the end of it, which has begun with the call."""
+"""The return value of ``aclose`` of an engine, a peer or a region, whose closing has begun with the call."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Closing"]
 
 
 class Closing(Started[None]):
-    """The end of a resource that is under way; await it to wait for the end, or leave it.
+    """The closing of a resource; awaiting it waits for the end, but is not required.
 
-    Cancelling the wait does not stop the end.  Where no loop is running, as in ``runner.run(engine.aclose())``, the end begins
-    with the wait.
+    Cancelling the wait does not stop the closing.  Where no loop is running, as in ``runner.run(engine.aclose())``, the closing
+    begins with the wait.
 
-    :param what: what is closed, for warnings.
-    :param begin: begins the end, and returns what to wait for, or None if there is nothing to wait for.
+    :param what: the object that is closed, for warnings.
+    :param begin: begins to close it, and returns a future to wait for, or None if there is nothing to wait for.
     """
 
     __slots__ = ("_end", "_pending", "_what")

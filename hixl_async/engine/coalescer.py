@@ -1,4 +1,4 @@
-"""Many small copies that leave as few batches."""
+"""Coalescing of many small copies into few batches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..core.batch import Batch, link_of
 from ..core.in_flight import must_be_open, settled
+from ..core.unpicklable import unpicklable
 from ..errors import ClosedError, HixlError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Coalescer"]
 
-#: Copies of one batch; then it leaves at once.
+#: The most copies of one batch; a full batch is submitted at once.
 MOST = 4096
 
 
@@ -27,15 +28,17 @@ class _Copy(NamedTuple):
 
 
 class Coalescer:
-    """Collects reads and writes; those of one pass of the loop to one peer leave together, as one batch.
+    """A collector of small reads and writes, which are submitted as one batch per peer and pass of the loop.
 
-    It pays where a transfer costs more than a few microseconds whatever its size: over a network, or between devices.  Over
-    shared memory a small copy is faster than collecting it.  The copies have no order among each other.  Both sides are
-    regions or ranges of them, because what is collected has to stay where it is.
+    Use it where a transfer of any size costs more than a few microseconds: over a network, or between devices.  Over shared
+    memory a small copy is faster than collecting it.  The copies are not ordered among each other.  Both sides of a copy are
+    ranges of regions, because collected memory must stay where it is until its batch is submitted.
 
-    Leaving ``async with engine.coalesce() as few:`` starts what is left, waits until all of it is drained, and raises the
-    failures in an ExceptionGroup.
+    Leaving ``async with engine.coalesce() as few:`` submits the remaining copies, waits until all of them are drained, and
+    raises the failures in an ExceptionGroup.
     """
+
+    __reduce__ = unpicklable("make one there, with an engine of its own")
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -47,24 +50,28 @@ class Coalescer:
         self._closed = False
 
     def read(self, local: Any, remote: Any) -> asyncio.Future[int]:
-        """Collect a read between ranges of regions; it starts in this pass of the loop.
+        """Collect a read from a remote range into a local one; it starts in this pass of the loop.
 
-        :param local: a range of a local region; what is collected has to stay where it is.
-        :param remote: a range of a remote region, of the same length.
-        :return: a future of the number of bytes.
+        :param local: a local region or a range of one.
+        :param remote: a range of a remote region, of the same length in bytes.
+        :return: a future of the number of bytes; it fails with the error of the batch.
         :raises ClosedError: if the coalescer or the engine is closed.
-        :raises RefusedError: if an argument is wrong, at once and not at the end.
+        :raises RangeError: if the lengths differ.
+        :raises AccessError: if the peer does not grant the access.
+        :raises RefusedError: if the copy is refused for another reason, at the call and not at the end.
         """
         return self._add("read", local, remote)
 
     def write(self, local: Any, remote: Any) -> asyncio.Future[int]:
-        """Collect a write between ranges of regions; it starts in this pass of the loop.
+        """Collect a write from a local range into a remote one; it starts in this pass of the loop.
 
-        :param local: a range of a local region; what is collected has to stay where it is.
-        :param remote: a range of a remote region, of the same length.
-        :return: a future of the number of bytes.
+        :param local: a local region or a range of one.
+        :param remote: a range of a remote region, of the same length in bytes.
+        :return: a future of the number of bytes; it fails with the error of the batch.
         :raises ClosedError: if the coalescer or the engine is closed.
-        :raises RefusedError: if an argument is wrong, at once and not at the end.
+        :raises RangeError: if the lengths differ.
+        :raises AccessError: if the peer does not grant the access.
+        :raises RefusedError: if the copy is refused for another reason, at the call and not at the end.
         """
         return self._add("write", local, remote)
 
@@ -82,7 +89,7 @@ class Coalescer:
         return copies[-1].landed
 
     def flush(self) -> None:
-        """Start now what was collected, instead of at the end of the pass."""
+        """Submit the collected copies now instead of at the end of the loop's pass."""
         while self._collected:
             (verb, _), copies = self._collected.popitem()
             self._send(verb, copies)
@@ -96,7 +103,7 @@ class Coalescer:
         except HixlError as error:
             if len(wanted) == 1 or error.retryable:
                 self._fail(wanted, error)
-            else:  # one of them has become impossible since it was added, which is no fault of the others
+            else:  # one copy has become invalid since it was added; the others may still succeed
                 for copy in wanted:
                     self._send(verb, [copy])
             return

@@ -14,7 +14,7 @@ from .arguments import positive_seconds
 
 __all__ = ["DEFAULT_DRIVERS", "Drivers", "EngineConfig", "parse_address"]
 
-#: What an engine opens when neither ``drivers=`` nor ``HIXL_ASYNC_DRIVERS`` says otherwise.
+#: The drivers that an engine opens when neither ``drivers=`` nor ``HIXL_ASYNC_DRIVERS`` says otherwise.
 DEFAULT_DRIVERS = ("shm",)
 
 #: A list of names, or names with options for each, e.g. ``{"shm": {"threads": 2}}``.
@@ -23,32 +23,32 @@ Drivers = Sequence[str] | Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that an engine is told at its start; immutable afterwards."""
+    """The settings of an engine; immutable."""
 
-    #: Where to listen, or None for an engine that only dials.
+    #: The address to listen on, or None for an engine that only dials.
     address: Address | None
-    #: What peers call this engine; shown in errors and logs.
+    #: The name that peers see; shown in errors and logs.
     name: str
-    #: Tenant: engines of different domains never connect.
+    #: The tenant; engines of different domains never connect.
     domain: str = "default"
-    #: Shared secret; None: only processes of the same user on this host are admitted.
+    #: The shared secret, at least 8 bytes; with None only processes of the same user on this host are admitted.
     secret: bytes | None = field(default=None, repr=False)
     #: Driver names in order of preference, with the options of each.
     drivers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {name: {} for name in DEFAULT_DRIVERS})
-    #: Folder for the Unix socket, for containers that share one; None: a name without a file.
+    #: The folder of the Unix socket, for containers that share one; with None the socket has a name without a file.
     unix_dir: str | None = None
     #: Seconds without progress after which a transfer fails.
     stall: float = 10.0
     #: Seconds that `connect` may take.
     connect_timeout: float = 5.0
-    #: Seconds that `aclose` waits for work in flight and for peers to let go.
+    #: Seconds that `aclose` waits for work in flight and for peers to release memory.
     close_timeout: float = 5.0
-    #: Notifications kept per subscription, and for topics that nobody has subscribed to yet.
+    #: The most notifications kept per subscription, and for topics without a subscriber.
     notification_limit: int = 4096
     #: The most notifications of a peer, and the most completions, taken in one pass of the loop.
     notify_batch_size: int = 256
 
-    #: The most bytes of transfers in flight together; None: any.
+    #: The most bytes of transfers in flight together, or None for no limit.
     max_bytes_in_flight: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,10 +90,18 @@ class EngineConfig:
         notify_batch_size: int | None = None,
         **settings: Any,
     ) -> EngineConfig:
-        """Arguments first, then the environment, then defaults.
+        """Build a configuration from arguments, then the environment, then defaults.
 
-        The environment: ``HIXL_ASYNC_SECRET``, ``HIXL_ASYNC_DRIVERS`` (names with commas) and ``HIXL_NOTIFY_BATCH_SIZE``.
+        The environment variables are ``HIXL_ASYNC_SECRET``, ``HIXL_ASYNC_DRIVERS`` (names separated by commas) and
+        ``HIXL_NOTIFY_BATCH_SIZE``.
 
+        :param address: the address to listen on, as text or `Address`; None for an engine that only dials.
+        :param name: the name that peers see; by default it contains the process id.
+        :param secret: the shared secret, at least 8 bytes; text is encoded as UTF-8.
+        :param drivers: names in order of preference, or a mapping of names to options.
+        :param notify_batch_size: the most notifications of a peer, and the most completions, taken in one pass of the loop.
+        :param settings: the other fields of this class.
+        :return: the configuration.
         :raises InvalidArgumentError: if a setting is malformed or unknown.
         """
         if secret is None:
@@ -125,7 +133,7 @@ class EngineConfig:
 def _names(drivers: Any) -> list[str]:
     names = None
     if not isinstance(drivers, str):
-        with suppress(TypeError):  # nothing that can be walked
+        with suppress(TypeError):  # not iterable
             names = list(drivers)
     if names is None or not all(isinstance(name, str) for name in names):
         raise InvalidArgumentError(f"drivers must be a list of names or a mapping, not {drivers!r}")
@@ -133,9 +141,9 @@ def _names(drivers: Any) -> list[str]:
 
 
 def parse_address(address: str | Address) -> Address:
-    """`Address.parse` with this package's error.
+    """Parse an address, and raise this package's error if it is malformed.
 
-    :raises InvalidArgumentError: if `address` is none.
+    :raises InvalidArgumentError: if `address` is not an address.
     """
     try:
         return address if isinstance(address, Address) else Address.parse(address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -14,7 +15,7 @@ from typing import Any
 
 from .. import _core, drivers
 from .._core import Core
-from ..control import Identity, Listener
+from ..control import Identity, Listener, printable
 from ..core import in_flight, torch_device
 from ..core.device_copies import DeviceCopies
 from ..core.link import (
@@ -35,7 +36,7 @@ from ..errors import (
     InvalidArgumentError,
 )
 from ..types import AccessLike, Address, EngineStats
-from .arguments import positive_seconds
+from .arguments import positive_seconds, require_callable
 from .closing import Closing
 from .coalescer import Coalescer
 from .config import Drivers, EngineConfig, parse_address
@@ -59,7 +60,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine(Core):
-    """This process's endpoint: lends its memory to peers, and moves bytes to and from theirs.
+    """The endpoint of this process: it lets peers use its memory, and transfers bytes to and from theirs.
 
     ::
 
@@ -70,19 +71,21 @@ class Engine(Core):
             await engine.write(kv[:4096], remote[8192:12288])
 
     :param address: ``"host:port"`` to listen on; port 0 picks one; None for an engine that only dials.
-    :param name: what peers see; default: from the process id.
-    :param domain: tenant; engines of different domains never connect.
-    :param secret: shared by all engines that may connect.  Without one only processes of this user and host may.
-    :param drivers: names in order of preference, or a mapping of names to options; default ``["shm"]``.
-    :param unix_dir: folder for the Unix socket, for containers that share one.
+    :param name: the name that peers see, 1 to 128 characters; by default it contains the process id.
+    :param domain: the tenant; engines of different domains never connect.
+    :param secret: at least 8 bytes, shared by all engines that may connect; default ``HIXL_ASYNC_SECRET``.  Without one, only
+        processes of this user on this host may connect.
+    :param drivers: names in order of preference, or a mapping of names to options; default ``HIXL_ASYNC_DRIVERS`` or
+        ``["shm"]``.
+    :param unix_dir: the folder of the Unix socket, for containers that share one.
     :param stall: seconds without progress after which a transfer fails.
     :param connect_timeout: seconds that `connect` may take.
     :param close_timeout: seconds that `aclose` waits for work in flight and for peers.
-    :param notification_limit: notifications kept per subscription, and for topics that nobody has subscribed to yet.
+    :param notification_limit: the most notifications kept per subscription, and for topics without a subscriber.
     :param notify_batch_size: the most notifications of a peer, and the most completions, that are taken in one pass of the
         loop before other tasks run; default ``HIXL_NOTIFY_BATCH_SIZE`` or 256.
-    :param max_bytes_in_flight: the most bytes of transfers in flight together; beyond it they are refused with `BusyError`, and
-        `room` waits.  One that is larger goes alone.  Default: no bound.
+    :param max_bytes_in_flight: the most bytes of transfers in flight together; further ones are refused with `BusyError`, and
+        `room` waits.  A single transfer that is larger is accepted when no other is in flight.  Default: no limit.
     :raises InvalidArgumentError: if a setting is malformed, or `address` is not loopback and there is no secret.
     """
 
@@ -149,10 +152,12 @@ class Engine(Core):
     # -- life
 
     async def open(self) -> Engine:
-        """Opens and starts the drivers and listens; ``async with`` does it.
+        """Open and start the drivers, and listen; ``async with`` calls it.
 
+        :return: the engine itself.
         :raises DriverError: if a driver cannot be loaded, opened or started.
-        :raises AddressInUseError: if somebody listens on the address already.
+        :raises AddressInUseError: if another program listens on the address.
+        :raises ClosedError: if the engine was opened before.
         """
         if self.loop is not None:
             raise ClosedError("this engine was opened before; make a new one")
@@ -201,12 +206,12 @@ class Engine(Core):
         self._facts[driver.name] = driver.about()
 
     def aclose(self) -> Closing:
-        """Refuse new work, drain what is in flight, say goodbye to peers, and give everything back.  Idempotent.
+        """Refuse new work, drain the work in flight, say goodbye to peers, and release all resources.  Idempotent.
 
-        It begins with the call, and takes ``close_timeout`` and a moment at most.  Memory that a driver still holds after that,
-        or registered memory that a peer may still write, is leaked, and reported to the loop's exception handler.
+        Closing begins with the call, and takes little longer than ``close_timeout``.  Memory that a driver still holds after
+        that, or registered memory that a peer may still write, is leaked, and reported to the loop's exception handler.
 
-        :return: an awaitable; cancelling it does not stop the end, so that no engine is left half closed.
+        :return: an awaitable; cancelling it does not stop the closing, so that no engine is left half closed.
         :raises WrongLoopError: if called in another event loop than that in which the engine was opened.
         """
         return Closing(self, self._begin_to_close)
@@ -222,7 +227,7 @@ class Engine(Core):
     async def _close(self) -> None:
         in_flight.refuse_work(self)
         until = self.loop.time() + self.config.close_timeout + LINGER
-        for callback in self._close_callbacks:
+        for callback in tuple(self._close_callbacks):
             try:
                 callback()
             except Exception as error:
@@ -245,9 +250,9 @@ class Engine(Core):
         _engines.discard(self)
 
     async def _end_drivers(self, until: float) -> None:
-        """Waits until drivers have let go of everything, and closes them; what they hold after that is leaked (C7)."""
+        """Wait until drivers have released all memory, and close them; what they hold after that is leaked (C7)."""
         while in_flight.counters(self)["pinned"] and self.loop.time() < until:
-            drained = in_flight.all_drained(self)  # the end of one thing may be the beginning of another
+            drained = in_flight.all_drained(self)  # the end of one operation may start another
             await self._wait([drained], until)
             drained.cancel()
         if not in_flight.counters(self)["pinned"]:
@@ -289,16 +294,29 @@ class Engine(Core):
             warnings.warn(f"{self!r} was never closed; use 'async with'", ResourceWarning, source=self, stacklevel=2)
 
     def _must_be_here(self) -> None:
-        """Raises what any call in a foreign loop, or in a child of fork(), raises; a closed engine will do."""
+        """Raise the error of a call in a foreign loop or in a child of fork(); a closed engine is fine."""
         if self.forked or running_loop() is not self.loop:
             in_flight.refuse(self)
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` when the engine begins to close."""
+        """Call `callback` when the engine begins to close, on its loop; `remove_close_callback` undoes it.
+
+        :param callback: a function without parameters.
+        :raises InvalidArgumentError: if `callback` is no function.
+        """
+        require_callable("callback", callback)
         self._close_callbacks.append(callback)
 
+    def remove_close_callback(self, callback: Callable[[], None]) -> None:
+        """Undo `on_close`; no error if `callback` was not registered.
+
+        :param callback: the function that `on_close` was given.
+        """
+        with contextlib.suppress(ValueError):
+            self._close_callbacks.remove(callback)
+
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task that belongs to the engine, and that `aclose` waits for."""
+        """Start a task that belongs to the engine, and that `aclose` waits for."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -312,21 +330,21 @@ class Engine(Core):
     submit = Core.submit
     drained = Core.drained
 
-    # -- who and where
+    # -- identity
 
     @property
     def name(self) -> str:
-        """What peers see."""
+        """The name that peers see."""
         return self.config.name
 
     @property
     def incarnation(self) -> str:
-        """Random per opened engine, so that a restarted one is told from its predecessor."""
+        """Random hexadecimal digits of this engine, which distinguish a restarted one from its predecessor."""
         return self._incarnation
 
     @property
     def address(self) -> str:
-        """Where it listens, ``host:port`` with the real port; empty for an engine that only dials."""
+        """The address it listens on, ``host:port`` with the real port; empty for an engine that only dials."""
         listener = self._listener
         return str(listener.address) if listener is not None and listener.address is not None else ""
 
@@ -349,16 +367,17 @@ class Engine(Core):
         access: AccessLike = "none",
         grant: Callable[[Peer], AccessLike] | None = None,
     ) -> Region:
-        """Allocate new memory, zeroed, that transfers may use, and that peers may use as far as `access` goes.
+        """Allocate new, zeroed memory for transfers, which peers may use as far as `access` allows.
 
         :param name: unique in this engine; peers ask for the region by it.
         :param size: bytes.
         :param access: the most that any peer can be given: ``"none"``, ``"read"``, ``"write"``, ``"read-write"``.
-        :param grant: called with each peer, narrows `access` for it.
+        :param grant: called with each peer, returns the access that it is given; `access` limits it.
         :return: the region; close it with `Region.aclose`, or by ``async with``.
         :raises InvalidArgumentError: if an argument is malformed or the name is taken.
-        :raises BusyError: if 4096 regions are exported already, the most that a peer takes note of.
-        :raises DriverError: if there is not enough memory.
+        :raises BusyError: if 4096 regions are exported already, the most that a peer accepts.
+        :raises DriverError: if there is not enough memory, or no driver can allocate.
+        :raises ClosedError: if the engine is closed.
         """
         in_flight.must_be_open(self)
         return self._regions.allocate(name, size, access, grant)
@@ -371,47 +390,51 @@ class Engine(Core):
         access: AccessLike = "none",
         grant: Callable[[Peer], AccessLike] | None = None,
     ) -> Region:
-        """Make a region of memory that exists already.
+        """Make existing memory a region.
 
         :param name: unique in this engine; peers ask for the region by it.
-        :param buffer: any contiguous buffer, a tensor, or an object that numpy adopts by DLPack; kept alive until the region is
-            closed and no longer used.
+        :param buffer: any contiguous buffer, a tensor, or an object that numpy can import by DLPack; kept alive until the
+            region is closed and no longer used.
         :param access: the most that any peer can be given: ``"none"``, ``"read"``, ``"write"``, ``"read-write"``.
-        :param grant: called with each peer, narrows `access` for it.
+        :param grant: called with each peer, returns the access that it is given; `access` limits it.
         :return: the region; close it with `Region.aclose`, or by ``async with``.
         :raises InvalidArgumentError: if an argument is malformed or the name is taken.
         :raises BufferTypeError: if `buffer` has no contiguous memory, holds references to Python objects, or is read-only and
             `access` lets peers write.
-        :raises BusyError: if 4096 regions are exported already, the most that a peer takes note of.
-        :raises DriverError: if no driver can register memory that exists already.
+        :raises RangeError: if `buffer` is empty.
+        :raises BusyError: if 4096 regions are exported already, the most that a peer accepts.
+        :raises DriverError: if no driver can register existing memory.
+        :raises ClosedError: if the engine is closed.
         """
         in_flight.must_be_open(self)
         return self._regions.register(name, buffer, access, grant)
 
     @property
     def regions(self) -> dict[str, Region]:
-        """This engine's regions by name."""
+        """The regions of this engine by name."""
         return self._regions.by_name()
 
     # -- peers
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """Peers that are up."""
+        """The peers that are up."""
         return self._peers.up
 
     async def connect(self, address: str | Address, *, timeout: float | None = None) -> Peer:
-        """The peer that listens at `address`: the one that is connected already, or a new connection.
+        """Connect to the engine that listens at `address`; an existing connection to it is used again.
 
         Two engines that connect to each other at the same moment may get two connections; either works.
 
+        :param address: ``"host:port"`` or an `Address`.
         :param timeout: seconds; default: the engine's ``connect_timeout``.
-        :raises ConnectError: if nobody answers there in time.
+        :return: the peer, ready for transfers.
+        :raises ConnectError: if no engine answers there in time.
         :raises AuthenticationError: if the secrets, domains or users do not match.
-        :raises HandshakeError: if what listens there is no engine, or one of another version.
-        :raises NoRouteError: if no common driver reaches it.
+        :raises HandshakeError: if the program that listens there is not an engine, or one of another version.
+        :raises NoRouteError: if no driver that both sides have reaches the peer.
         :raises InvalidArgumentError: if `address` is malformed or this engine's own.
-        :raises ClosedError: if this engine is closed meanwhile.
+        :raises ClosedError: if this engine is closed, before the call or meanwhile.
         """
         in_flight.must_be_open(self)
         where = parse_address(address)
@@ -422,7 +445,11 @@ class Engine(Core):
         return await self._peers.connect(where, seconds)
 
     def accepted(self) -> SubscriptionQueue[Peer]:
-        """Peers that connect to this engine from now on: ``async for peer in engine.accepted()``."""
+        """Return an iterator over the peers that connect from now on: ``async for peer in engine.accepted()``.
+
+        :return: a queue of peers; it ends when it is closed or the engine closes.
+        :raises ClosedError: if the engine is closed.
+        """
         in_flight.must_be_open(self)
         return self._peers.accepted()
 
@@ -434,11 +461,13 @@ class Engine(Core):
         ]
 
     def serve(self, service: str, handler: Handler) -> None:
-        """Lets peers call `handler` by ``peer.request(service, body)`` and ``peer.post(service, body)``.
+        """Let peers call `handler` by ``peer.request(service, body)`` and ``peer.post(service, body)``.
 
-        :param handler: gets the peer and the body (a JSON object), gives the answer's body; a function or a coroutine
-            function.  A `HixlError` that it raises reaches the caller with its type.
-        :raises InvalidArgumentError: if `service` is taken.
+        :param service: the name of the service, printable and not empty.
+        :param handler: a function or a coroutine function.  It gets the peer and the request's body (a JSON object), and
+            returns the answer's body, or None for an empty one.  A `HixlError` that it raises reaches the caller with its type.
+        :raises InvalidArgumentError: if `service` is malformed or served already, or `handler` is not callable.
+        :raises ClosedError: if the engine is closed.
         """
         in_flight.must_be_open(self)
         if not isinstance(service, str) or not service or not service.isprintable() or not callable(handler):
@@ -448,17 +477,25 @@ class Engine(Core):
         self._services[service] = handler
 
     def unserve(self, service: str) -> None:
-        """Undoes `serve`; no error if nobody serves it."""
+        """Undo `serve`; no error if there is no such service.
+
+        :param service: the name of the service.
+        """
         self._services.pop(service, None)
 
     # -- notifications
 
     def notify(self, peer: Peer, topic: str, payload: bytes = b"") -> Transfer:
-        """Sends a notification that belongs to no transfer; ``write(notify=...)`` sends one after its data.
+        """Send a notification that belongs to no transfer; ``write(notify=...)`` sends one after its data.
 
-        :return: a `Transfer`, done when the peer's queue holds it.
-        :raises InvalidArgumentError: if topic and payload are over the driver's limit.
+        :param peer: a peer of this engine.
+        :param topic: the topic, not empty.
+        :param payload: the bytes of the message; `driver_limits` has the most for topic and payload together.
+        :return: a `Transfer` that is done when the peer's queue holds the notification.
+        :raises InvalidArgumentError: if topic and payload are over the driver's limit, or `peer` is not a peer of this engine.
+        :raises DriverError: if no driver that is linked with the peer can send notifications.
         :raises PeerDownError: if the peer is down.
+        :raises ClosedError: if the engine is closed.
         """
         in_flight.must_be_open(self)
         if not isinstance(peer, Peer) or peer._host is not self._host:
@@ -466,27 +503,31 @@ class Engine(Core):
         return _core.notify(self, peer._link(CAP_NOTIFY, "notify"), (topic, payload))
 
     def notifications(self, topic: str | None = None, *, limit: int | None = None) -> Subscription:
-        """The notifications of `topic` from now on, in an async iterator; those that nobody has taken yet come first.
+        """Subscribe to the notifications of a topic; unclaimed ones that have arrived already come first.
 
         :param topic: the topic, or None for all.
-        :param limit: messages kept before new ones are dropped and counted.  Whatever it is, a queue holds 16 MiB, in which a
-            message counts its bytes and 256 more.
+        :param limit: the most messages kept; further ones are dropped and counted.  A queue also holds at most 16 MiB, in which
+            a message counts its bytes and 256 more.  Default: the engine's ``notification_limit``.
+        :return: the subscription, an async iterator.
+        :raises InvalidArgumentError: if `topic` is empty or `limit` is less than 1.
+        :raises ClosedError: if the engine is closed.
         """
         in_flight.must_be_open(self)
         assert self._subscriptions is not None
         return self._subscriptions.subscribe(topic, limit)
 
     async def room(self, nbytes: int = 0) -> None:
-        """Waits until `nbytes` more may be in flight, for engines with ``max_bytes_in_flight``; first come, first served.
+        """Wait until `nbytes` more may be in flight, for engines with ``max_bytes_in_flight``; first come, first served.
 
-        What is submitted without it may pass those who wait.  What fits when it returns fits until the caller awaits
+        A transfer that is submitted without this call may overtake the waiting ones.  The room lasts until the caller awaits
         something else::
 
             await engine.room(len(data))
             transfer = engine.write(data, remote)
 
-        :raises InvalidArgumentError: if it is no number of bytes.
-        :raises ClosedError: if the engine is closed meanwhile.
+        :param nbytes: the bytes of the transfers that the caller is about to submit.
+        :raises InvalidArgumentError: if `nbytes` is not a number of bytes.
+        :raises ClosedError: if the engine is closed, before the call or meanwhile.
         """
         in_flight.must_be_open(self)
         if not isinstance(nbytes, int) or not 0 <= nbytes < 1 << 62:
@@ -503,23 +544,31 @@ class Engine(Core):
             in_flight.must_be_open(self)
 
     def coalesce(self) -> Coalescer:
-        """Many small copies sent as few batches: ``async with engine.coalesce() as few: few.write(a, b)``; see `Coalescer`."""
+        """Return a collector of small copies: ``async with engine.coalesce() as few: few.write(a, b)``.
+
+        :return: a new `Coalescer`.
+        :raises ClosedError: if the engine is closed.
+        """
         in_flight.must_be_open(self)
         return Coalescer(self)
 
     def group(self) -> Group:
-        """Structured transfers: ``async with engine.group() as group: group.write(a, b)``; see `Group`."""
+        """Return a group of structured transfers: ``async with engine.group() as group: group.write(a, b)``.
+
+        :return: a new `Group`.
+        :raises ClosedError: if the engine is closed.
+        """
         in_flight.must_be_open(self)
         return Group(self)
 
     def _on_event(self, driver: Driver, kind: int, cookie: int, status: int, topic: bytes, data: bytes) -> None:
-        """What drivers report, on the loop's thread."""
+        """Handle a driver's report, on the loop's thread; the text of an event may be the peer's."""
         peer = self._peers[cookie]
-        if kind == EVENT_NOTE and peer is not None:  # first, for there are many
+        if kind == EVENT_NOTE and peer is not None:  # first, because notifications are the most frequent
             assert self._subscriptions is not None
             self._subscriptions.deliver(peer, topic, data)
         elif kind == EVENT_LOG:
-            logger.log(logging.WARNING if status else logging.INFO, "%s", data.decode("utf-8", "replace"))
+            logger.log(logging.WARNING if status else logging.INFO, "%s", printable(data.decode("utf-8", "replace")))
         elif peer is None:
             return
         elif kind == EVENT_SIGNAL:
@@ -527,26 +576,30 @@ class Engine(Core):
         elif kind == EVENT_MESSAGE:
             peer._links.tell(driver, data)
         elif kind == EVENT_LINK_DOWN:
-            peer._link_down(driver, data.decode("utf-8", "replace"))
+            peer._link_down(driver, printable(data.decode("utf-8", "replace")))
 
     # -- counters
 
     def stats(self) -> EngineStats:
-        """Counters and gauges; every gauge is zero again when all work is done and everything closed."""
-        topics = self._subscriptions
+        """Return the counters and gauges; every gauge returns to zero when all work is done and everything is closed."""
+        subscriptions = self._subscriptions
         return EngineStats(
             **in_flight.counters(self),
             peers=len(self._peers),
-            notifications=topics.received if topics is not None else 0,
-            notifications_dropped=topics.dropped if topics is not None else 0,
+            notifications=subscriptions.received if subscriptions is not None else 0,
+            notifications_dropped=subscriptions.dropped if subscriptions is not None else 0,
         )
 
     def driver_stats(self) -> dict[str, dict[str, int]]:
-        """Each driver's own counters and gauges."""
+        """Return each driver's own counters and gauges, by the names of the drivers."""
         return {name: driver.stats() for name, driver in self._drivers.items()}
 
     def driver_limits(self) -> dict[str, dict[str, int]]:
-        """The most that each driver takes: in a batch, in a notification, and without leaving the call."""
+        """Return the limits of each driver by its name.
+
+        :return: for each driver ``descriptors`` (copies of a batch), ``notification_bytes`` (topic and payload together) and
+            ``inline_bytes`` (bytes of a transfer that may finish inside the call).
+        """
         return {
             name: {
                 "descriptors": driver.descriptor_limit,
@@ -557,11 +610,11 @@ class Engine(Core):
         }
 
     def driver_facts(self) -> dict[str, dict[str, str]]:
-        """What each driver tells of itself and what it runs on, for people; known even if it could not be started."""
+        """Return a description of each driver and of what it runs on, for people; known even if it could not be started."""
         return {name: dict(facts) for name, facts in self._facts.items()}
 
     def _abandon(self) -> None:
-        """In a child of fork(): closes the child's copies of descriptors, so that it keeps no port and socket open."""
+        """Close the copies of descriptors in a child of fork(), so that it keeps no port and socket open."""
         if self._listener is not None:
             self._listener.abandon()
         self._peers.abandon()
@@ -569,7 +622,7 @@ class Engine(Core):
 
 
 def _pong(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
-    """The service ``hixl.ping``, which every engine has: sends back what came."""
+    """Return the body of the request, as the service ``hixl.ping``, which every engine has."""
     return body
 
 

@@ -1,4 +1,4 @@
-"""What peers need of their engine."""
+"""The interface of an engine to its peers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Handler = Callable[[Any, dict[str, Any]], dict[str, Any] | Awaitable[dict[str, A
 
 
 class Host(NamedTuple):
-    """The calls into the engine that its peers may make."""
+    """The functions of the engine that its peers may call."""
 
-    #: The engine; peers ask it for its loop only, which exists from its opening on.
+    #: The engine; peers use only its loop, which exists once the engine is open.
     core: Core
     config: EngineConfig
-    #: Return how the engine introduces itself.
+    #: Return the identity that the engine announces.
     identity: Callable[[], Identity]
     #: Raise unless the engine is open, and called from its loop.
     check_open: Callable[[], None]
@@ -32,7 +32,7 @@ class Host(NamedTuple):
     check: Callable[[], None]
     #: Start a task that the engine's end waits for.
     spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
-    #: Return the drivers that the engine shares with a peer: its names of drivers, and whether it runs on this host.
+    #: Return the drivers that the engine shares with a peer, by the names of the peer's drivers and True if it is on this host.
     shared_drivers: Callable[[Sequence[str], bool], list[Driver]]
     #: Return the region with a number, or None.
     region: Callable[[int], Region | None]

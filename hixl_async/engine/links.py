@@ -3,8 +3,8 @@
 ::
 
     link         a driver's metadata, which the other side's driver joins with its own
-    link.failed  a driver cannot be linked: both sides go on without it, unless it was the last
-    ready        all drivers that can be linked are; a side that has sent and received it may submit
+    link.failed  a driver cannot be linked: both sides continue without it, unless it was the last
+    ready        all drivers that can be linked are linked; a side that has sent and received it may submit
     driver       a message of a driver to the driver at the other end
     link.down    a link broke after that: the side that noticed it ends the connection
 """
@@ -27,7 +27,7 @@ __all__ = ["Links"]
 
 logger = logging.getLogger("hixl_async")
 
-#: Characters of a failure that one side tells the other.
+#: The most characters of a failure that one side sends to the other.
 FAILURE_LIMIT = 500
 
 
@@ -35,7 +35,7 @@ class Links:
     """The links to one peer, in our order of preference.
 
     :param cookie: the number by which drivers know the peer.
-    :param announce: tells the peer that it may submit; called once, when all drivers that can be linked are.
+    :param announce: tells the peer that it may submit; called once, when all drivers that can be linked are linked.
     :param come_up: called once, when both sides may submit.
     :param explain: returns why links to the peer are down, and True if its process has ended; None where that is not known.
     """
@@ -62,7 +62,7 @@ class Links:
         self._told_ready = False
         self._heard_ready = False
         self._pace = 0
-        #: Done when both sides can submit; its exception is the reason why they never will.
+        #: Done when both sides can submit; fails with the reason if they cannot.
         self.ready: asyncio.Future[None] = self._loop.create_future()
 
     def __iter__(self) -> Iterator[Link]:
@@ -93,7 +93,10 @@ class Links:
         )
 
     def pace(self, bytes_per_second: int) -> None:
-        """Limit the bytes per second of each link from now on; 0 means no limit.  A limit holds for all links or none."""
+        """Limit the bytes per second of each link from now on; 0 means no limit.
+
+        If one driver refuses, the previous limit is restored on all links.
+        """
         paced = []
         try:
             for link in self._links.values():
@@ -108,10 +111,10 @@ class Links:
     # -- coming up
 
     def establish(self, drivers: list[Driver], patience: float) -> None:
-        """Offer the peer a link of each driver; `ready` tells when they are joined.
+        """Offer the peer a link of each driver; `ready` is done when they are joined.
 
         :param drivers: those that both sides have.
-        :param patience: seconds after which links that are not joined are given up, if there are others.
+        :param patience: seconds after which links that are not joined are given up, if there are other links.
         :raises NoRouteError: if there is no driver.
         """
         session = self._session
@@ -151,7 +154,7 @@ class Links:
         self._unjoined.discard(name)
         link = self._links[name]
         try:
-            # Now, for the next message may be one for the driver, which must know its other end by then.
+            # At once, because the next message may be one for the driver, which must know the other end by then.
             joining = link.connect(self._vouch(link, metadata), message.take())
         except HixlError as error:
             self.do_without(name, error)
@@ -189,10 +192,10 @@ class Links:
                 self.do_without(name, ConnectError(f"driver {name!r} did not connect within {patience:.3g} s"))
 
     def do_without(self, name: str, error: HixlError) -> None:
-        """Go on without a driver whose link failed before it was used; another driver may do."""
+        """Continue without a driver whose link failed before it was used, if there is another."""
         if not self._coming_up or name in self._failed:
             return
-        if self._told_ready:  # the peer's answer is on its way: it does without this link too, or may use it already
+        if self._told_ready:  # the peer may have given up this link too, or may use it already; its message will tell
             self._broken[name] = error
             return
         if isinstance(error, ProtocolError):  # the peer's fault, not the driver's
@@ -205,7 +208,7 @@ class Links:
         self._drop(name, error)
 
     def on_failed(self, message: Incoming) -> None:
-        """Go on without a driver that the other side cannot link."""
+        """Continue without a driver that the other side cannot link."""
         name, text = message.text("driver"), message.words("text", FAILURE_LIMIT)
         if name in self._failed:
             return
@@ -239,7 +242,7 @@ class Links:
         return not self._unjoined and all(link.up for link in self._links.values())
 
     def _maybe_ready(self) -> None:
-        """Announce once, when all drivers that can be linked are, that the peer may submit."""
+        """Announce once, when all drivers that can be linked are linked, that the peer may submit."""
         if self._coming_up and self._joined and not self._told_ready:
             self._told_ready = True
             self._announce()
@@ -260,7 +263,7 @@ class Links:
     # -- between drivers
 
     def tell(self, driver: Driver, data: bytes) -> None:
-        """Carry a message of our driver to the driver at the other end; they may talk as long as they are linked."""
+        """Send a message of our driver to the driver at the other end, which is possible while they are linked."""
         if len(data) > MESSAGE_LIMIT:
             self._session.lose(
                 ProtocolError(
@@ -294,7 +297,7 @@ class Links:
             link.refuse()
 
     async def drain(self, until: float) -> None:
-        """Let our work finish by itself, as far as there is time."""
+        """Wait for our work to finish by itself, until a point in time."""
         drains = [link.drained() for link in self._links.values()]
         if drains:
             _, late = await asyncio.wait(drains, timeout=max(0, until - self._loop.time()))
@@ -312,7 +315,7 @@ class Links:
                 link.stop(True)
 
     async def stop(self) -> None:
-        """End the work in flight; done when no thread of ours works for the links any more."""
+        """End the work in flight, and wait until no thread of ours works for the links."""
         for link in self._all():
             await self._stop(link)
 
@@ -323,6 +326,6 @@ class Links:
             logger.warning("link of %r to peer %r: %s", link.driver.name, self._session.name, error)
 
     def free(self) -> None:
-        """Give the links back; only after `stop`."""
+        """Free the links; only after `stop`."""
         for link in self._all():
             link.free()

@@ -1,4 +1,4 @@
-"""Notifications: topics, bounded queues, and what happens to messages that nobody waits for yet."""
+"""Notifications: subscriptions, their bounded queues, and the store of unclaimed messages."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ if TYPE_CHECKING:
 
 __all__ = ["Notification", "Subscription", "Subscriptions"]
 
-#: The most topics that are remembered with their queues, and the most bytes of each.
+#: The most topics whose queues are cached, and the most bytes of each topic.
 MOST_REMEMBERED, SHORT = 4096, 256
 
 
 class Notification(NamedTuple):
     """One message from a peer."""
 
-    #: Who sent it.
+    #: The peer that sent it.
     peer: Peer
     #: The topic under which it was sent.
     topic: str
-    #: Its bytes.
+    #: The bytes of the message.
     payload: bytes
 
 
 class Subscription(SubscriptionQueue[Notification]):
-    """The notifications of one topic, from the moment of the call on, in an async iterator.
+    """The notifications of one topic, in an async iterator.
 
-    Each subscription has its own queue, so none can take another's messages.  The queue is bounded, by number and by
+    Each subscription has its own queue, and so never takes messages from another.  The queue is bounded by number and by
     bytes: when it is full, the newest message is dropped and counted in `dropped`.
     """
 
-    def __init__(self, topics: Subscriptions, topic: str | None, queue: BoundedQueue[Notification]) -> None:
-        super().__init__(topics.core, queue, lambda queue: topics.forget(topic, queue))
+    def __init__(self, owner: Subscriptions, topic: str | None, queue: BoundedQueue[Notification]) -> None:
+        super().__init__(owner.core, queue, lambda queue: owner.forget(topic, queue))
         #: The topic, or None for all.
         self.topic = topic
 
 
 class Subscriptions:
-    """All subscriptions of an engine, and a bounded backlog for topics without one.
+    """All subscriptions of an engine, and a bounded store of unclaimed notifications.
 
-    A message that arrives before its topic has a subscriber waits in the backlog, so that a consumer which subscribes
-    a moment too late misses nothing.
+    A message that arrives before its topic has a subscriber waits in the store, so that a consumer which subscribes a moment
+    too late misses nothing.
     """
 
     def __init__(self, core: Core, limit: int) -> None:
@@ -55,11 +55,11 @@ class Subscriptions:
         self.dropped = 0
         self._limit = limit
         self._queues: dict[str | None, list[BoundedQueue[Notification]]] = {}
-        self._backlog = UnclaimedNotifications(limit)
+        self._unclaimed = UnclaimedNotifications(limit)
         self._takers: dict[bytes, tuple[str, list[BoundedQueue[Notification]]]] = {}
 
     def subscribe(self, topic: str | None, limit: int | None = None) -> Subscription:
-        """A new subscription, given what the backlog holds for `topic`.
+        """Return a new subscription, filled with the unclaimed notifications of `topic`.
 
         :raises InvalidArgumentError: if `topic` or `limit` is malformed.
         """
@@ -70,16 +70,16 @@ class Subscriptions:
         queue: BoundedQueue[Notification] = BoundedQueue(self._limit if limit is None else limit, ROOM)
         self._queues.setdefault(topic, []).append(queue)
         self._takers.clear()
-        for peer, name, payload in self._backlog.take(topic):
+        for peer, name, payload in self._unclaimed.take(topic):
             self.dropped += not queue.put(Notification(peer, name, payload), weigh(name, payload))
         return Subscription(self, topic, queue)
 
     def deliver(self, peer: Peer, topic: bytes, payload: bytes) -> None:
-        """One message, to every subscription of its topic, or to the backlog."""
+        """Deliver a message to every subscription of its topic, or keep it as unclaimed."""
         name, takers = self._takers.get(topic) or self._find_takers(topic)
         self.received += 1
         if not takers:
-            self.dropped += self._backlog.hold(peer, name, payload)
+            self.dropped += self._unclaimed.hold(peer, name, payload)
             return
         note = Notification(peer, name, payload)
         weight = weigh(name, payload)
@@ -88,7 +88,10 @@ class Subscriptions:
                 self.dropped += 1
 
     def _find_takers(self, topic: bytes) -> tuple[str, list[BoundedQueue[Notification]]]:
-        """A topic's name and its queues, remembered until somebody subscribes or leaves; topics without a queue are not."""
+        """Return a topic's name and its queues.
+
+        They are cached until a subscription begins or ends; topics without a queue are not cached.
+        """
         name = topic.decode("utf-8", "replace")
         takers = [*self._queues.get(name, ()), *self._queues.get(None, ())]
         if takers and len(topic) <= SHORT and len(self._takers) < MOST_REMEMBERED:  # peers choose the topics
@@ -96,7 +99,7 @@ class Subscriptions:
         return name, takers
 
     def forget(self, topic: str | None, queue: BoundedQueue[Notification]) -> None:
-        """Undoes `subscribe`."""
+        """Undo `subscribe`."""
         queues = self._queues.get(topic, [])
         if queue in queues:
             queues.remove(queue)
@@ -105,10 +108,10 @@ class Subscriptions:
                 del self._queues[topic]
 
     def close(self) -> None:
-        """Ends every subscription."""
+        """End every subscription."""
         for queues in self._queues.values():
             for queue in queues:
                 queue.close()
         self._queues.clear()
         self._takers.clear()
-        self._backlog.clear()
+        self._unclaimed.clear()

@@ -1,9 +1,9 @@
-"""A connected engine: how the connection comes up, how it ends, and how we learn that the peer is gone.
+"""A connected engine: how the connection comes up, how it ends, and how the loss of the peer is detected.
 
 States: CONNECTING -> UP -> CLOSING -> DOWN, or straight to DOWN when the peer is lost.  DOWN does not mean harmless: a
-stopped process may still finish a copy into our memory, so whether the peer is fenced is a second question.  It is answered by
-the peer's goodbye (sent after its own work has drained), by its word on a later connection that nothing of this one is
-left, by the confirmed death of its process, or by the fact that it holds none of our memory; never by time.
+stopped process may still finish a copy into our memory, so that a peer which is down need not be fenced.  It is fenced by its
+goodbye (sent after its own work has drained), by its message on a later connection that nothing of this one is left, by the
+confirmed death of its process, or when it holds none of our memory; never by time.
 
 One task ends a peer, `_ending`, whatever the reason: we leave (`_leave`), the peer leaves or its link breaks (`_part`), or
 the peer is lost (`_wind_down` alone).
@@ -23,9 +23,10 @@ from typing import Any
 from ..control import Connection, Identity, Incoming
 from ..core.link import Driver, Link
 from ..core.memory import link_of
+from ..core.unpicklable import unpicklable
 from ..errors import ClosedError, HixlError, InvalidArgumentError, PeerDownError, ProtocolError
 from ..types import Access, Address, PeerState
-from .arguments import positive_seconds
+from .arguments import positive_seconds, require_callable
 from .closing import Closing
 from .host import Host
 from .links import FAILURE_LIMIT, Links
@@ -48,12 +49,14 @@ Routes = dict[str, Callable[[Incoming], None]]
 
 
 class Peer:
-    """Another engine that this one is connected to; made by ``engine.connect`` or given by ``engine.accepted``.
+    """Another engine that this one is connected to; returned by ``engine.connect`` and ``engine.accepted``.
 
     :param cookie: the number by which drivers know the peer.
     :param others: returns the other connections to the same engine.
     :param forget: called with the peer once nothing of it is left.
     """
+
+    __reduce__ = unpicklable("send its address, and connect to it there")
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class Peer:
 
     @property
     def identity(self) -> Identity:
-        """What the peer says about itself; proved as far as the secret or the operating system proves it."""
+        """The identity that the peer announced; proved as far as the secret or the operating system proves it."""
         return self._session.identity
 
     @property
@@ -108,7 +111,7 @@ class Peer:
 
     @property
     def error(self) -> HixlError | None:
-        """Why the peer is down, or None while it is not."""
+        """The error that says why the peer is down, or None while it is not."""
         return self._session.error
 
     @property
@@ -123,12 +126,12 @@ class Peer:
 
     @property
     def drivers(self) -> tuple[str, ...]:
-        """Names of the drivers that link us with the peer, in our order of preference."""
+        """The names of the drivers that link us with the peer, in our order of preference."""
         return self._links.names
 
     @property
     def same_host(self) -> bool:
-        """True if the connection is a Unix socket: the peer runs on this host."""
+        """True if the connection is a Unix socket, so that the peer runs on this host."""
         return self._connection.same_host
 
     @property
@@ -137,11 +140,11 @@ class Peer:
         return self._session.has(Mark.DEAD)
 
     def route(self, region: RemoteRegion | str) -> str:
-        """Say in a sentence which driver carries transfers to a region, and why.
+        """Return a sentence that says which driver carries transfers to a region, and why.
 
         :param region: an imported region of this peer, or its name.
-
-        :raises InvalidArgumentError: if `region` is a name and not imported, or is no region of this peer.
+        :return: the sentence, for people.
+        :raises InvalidArgumentError: if `region` is a name and not imported, or is not a region of this peer.
         """
         if isinstance(region, str):
             region = self._imports.imported(region)
@@ -155,12 +158,13 @@ class Peer:
     def limit_bandwidth(self, bytes_per_second: float | None) -> None:
         """Limit the bandwidth of reads and writes together from now on.
 
-        Each driver that links us with the peer keeps to the limit by itself, averaged over about 10 ms.  Limited transfers are
-        never finished within the call, however small they are.
+        Each driver that links us with the peer keeps to the limit by itself, averaged over about 10 ms.  Limited transfers
+        never finish within the call, however small they are.
 
         :param bytes_per_second: at least 1, or None for no limit.
         :raises InvalidArgumentError: if it is less than 1.
-        :raises DriverError: if a driver cannot do it.
+        :raises DriverError: if a driver cannot limit its bandwidth.
+        :raises PeerDownError: if the peer is down.
         """
         self._session.must_be_up()
         if bytes_per_second is None:
@@ -176,11 +180,11 @@ class Peer:
     # -- coming up
 
     async def _establish(self, patience: float) -> None:
-        """Link every driver that both sides have; done when both sides can submit over all that could be linked.
+        """Link every driver that both sides have, and wait until both sides can submit.
 
         :param patience: seconds; see `Links.establish`.
-        :raises NoRouteError: if there is none.
-        :raises ConnectError: if none could be linked; the message lists all failures.
+        :raises NoRouteError: if there is no such driver.
+        :raises ConnectError: if no driver could be linked; the message lists all failures.
         """
         self._connection.start(self._on_message, self._on_connection_lost)
         self._links.establish(self._host.shared_drivers(self.identity.drivers, self.same_host), patience)
@@ -195,9 +199,9 @@ class Peer:
             self._lose(error)
 
     def _on_ready(self, message: Incoming) -> None:
-        """Handle the peer's word that it has linked all that can be linked."""
+        """Handle the peer's message that it has linked all drivers that can be linked."""
         if message.flag("settled"):
-            # Nothing of its earlier connections is left there, although their goodbye could not be heard.
+            # Nothing of its earlier connections is left there, although their goodbye could not arrive.
             for other in self._others(self):
                 if other.state is PeerState.DOWN:
                     other._become_harmless()
@@ -256,7 +260,7 @@ class Peer:
                     raise ProtocolError(f"peer {self.name!r} sent descriptors with a {kind!r} message", peer=self.name)
                 handler(message)
             elif self.state in (PeerState.CONNECTING, PeerState.UP):
-                raise ProtocolError(f"peer {self.name!r} said {kind!r}, which has no place here", peer=self.name)
+                raise ProtocolError(f"peer {self.name!r} sent an unexpected {kind!r} message", peer=self.name)
         except ProtocolError as error:
             up = self.state is not PeerState.CONNECTING
             self._lose(
@@ -275,13 +279,17 @@ class Peer:
     async def region(self, name: str, *, timeout: float | None = None) -> RemoteRegion:
         """Wait until the peer exports a region, and import it.
 
+        A wait of more than 5 s is logged once, with the names of the regions that the peer does export.
+
         :param name: the name that the peer gave the region.
         :param timeout: seconds to wait, or None for as long as the peer lives.
         :return: the region, usable in transfers; the same object for each call while the region lives.
-        :raises PeerDownError: if the peer is down, or goes down before.
+        :raises PeerDownError: if the peer is down, or goes down before the region is imported.
         :raises StaleRegionError: if the peer closes the region meanwhile.
-        :raises WaitTimeoutError: if `timeout` passed.
+        :raises WaitTimeoutError: if the region was not imported within `timeout` seconds.
         :raises AccessError: if the kernel does not let this process map or reach the region's memory.
+        :raises InvalidArgumentError: if `name` is not a string.
+        :raises ClosedError: if the connection or the engine was closed here.
         """
         self._host.check()
         if not isinstance(name, str):
@@ -292,11 +300,12 @@ class Peer:
         """Send a request to the handler that the peer serves under `service`, and wait for its answer.
 
         :param service: the name that the peer gave to ``engine.serve``.
-        :param body: a JSON object; request and answer may have a little less than 64 KiB each, as JSON.
+        :param body: a JSON object; request and answer may have a little less than 64 KiB each when encoded.
         :param timeout: seconds to wait for the answer.
         :return: the answer's body, a JSON object.
-        :raises InvalidArgumentError: if `body` is no such object or is too long.
-        :raises HixlError: what the peer's handler raised, with its type.
+        :raises InvalidArgumentError: if `body` is not such an object or is too long, or the peer does not serve `service`.
+        :raises HixlError: the error that the peer's handler raised, with its type.
+        :raises RemoteError: if the peer's handler failed with an error that is not a `HixlError`, or was cancelled.
         :raises RequestTimeoutError: if no answer came within `timeout` seconds; the handler may have run.
         :raises RequestLostError: if the peer went down before it answered; the handler may have run.
         :raises PeerDownError: if the peer was down before.
@@ -308,9 +317,8 @@ class Peer:
         """Send a message to the handler of `service` without waiting for an answer, in order with requests.
 
         :param service: the name that the peer gave to ``engine.serve``.
-        :param body: a JSON object of a little less than 64 KiB, as JSON.
-
-        :raises InvalidArgumentError: if `body` is no JSON object or is too long.
+        :param body: a JSON object, which may have a little less than 64 KiB when encoded.
+        :raises InvalidArgumentError: if `body` is not a JSON object or is too long.
         :raises BusyError: if too many messages wait to be sent.
         :raises PeerDownError: if the peer is down.
         """
@@ -333,11 +341,20 @@ class Peer:
     # -- signals and loss
 
     def add_signal_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the loop whenever this peer may have stored a signal word into our memory."""
+        """Call `callback` on the loop whenever this peer may have stored a signal word into our memory.
+
+        :param callback: a function without parameters.
+
+        :raises InvalidArgumentError: if `callback` is no function.
+        """
+        require_callable("callback", callback)
         self._signal_callbacks.append(callback)
 
     def remove_signal_callback(self, callback: Callable[[], None]) -> None:
-        """Undo `add_signal_callback`; no error if `callback` was not registered."""
+        """Undo `add_signal_callback`; no error if `callback` was not registered.
+
+        :param callback: the function that was registered.
+        """
         with contextlib.suppress(ValueError):
             self._signal_callbacks.remove(callback)
 
@@ -346,16 +363,24 @@ class Peer:
             self._guard(callback)
 
     def add_lost_callback(self, callback: Callable[[HixlError], None]) -> None:
-        """Call `callback` with the reason once the peer is down, and again if its process turns out to have ended.
+        """Call `callback` once the peer is down, and again if its process turns out to have ended.
 
         If the peer is down already, the loop calls it soon.
+
+        :param callback: a function of the error that says why the peer is down.
+
+        :raises InvalidArgumentError: if `callback` is no function.
         """
+        require_callable("callback", callback)
         self._lost_callbacks.append(callback)
         if self.error is not None:
             self._loop.call_soon(callback, self.error)
 
     def remove_lost_callback(self, callback: Callable[[HixlError], None]) -> None:
-        """Undo `add_lost_callback`; no error if `callback` was not registered."""
+        """Undo `add_lost_callback`; no error if `callback` was not registered.
+
+        :param callback: the function that was registered.
+        """
         with contextlib.suppress(ValueError):
             self._lost_callbacks.remove(callback)
 
@@ -366,9 +391,9 @@ class Peer:
             self._loop.call_exception_handler({"message": f"a callback of {self!r} failed", "exception": error})
 
     async def fenced(self) -> None:
-        """Wait until this peer's process can no longer touch memory of ours; it may never come.
+        """Wait until this peer's process can no longer touch memory of ours, which may never happen.
 
-        It comes with the peer's goodbye, which follows the end of its own work; when the peer is down and holds none of our
+        It happens with the peer's goodbye, which follows the end of its own work; when the peer is down and holds none of our
         memory; or when the death of its process is confirmed.
 
         :raises ClosedError: if this engine closes first.
@@ -384,11 +409,11 @@ class Peer:
         self._forget_if_over()
 
     def _died(self) -> None:
-        """Handle the end of the peer's process: its pidfd is readable."""
+        """Handle the end of the peer's process, whose pidfd is readable."""
         self._unwatch_process()
         self._session.mark(Mark.DEAD)
         error = self._death()
-        self._session.cause = error  # before the links report what the death has ended
+        self._session.cause = error  # before the links report the work that the death has ended
         self._links.peer_died()
         if self.state is PeerState.DOWN:
             self._tell_lost()
@@ -405,7 +430,7 @@ class Peer:
         return self.identity.incarnation == connection.identity.incarnation and ours is not None and ours == theirs
 
     def _check_alive(self) -> bool:
-        """Return True if the peer is up; ask the kernel instead of waiting until the loop hears of its death."""
+        """Return True if the peer is up; ask the kernel, because the loop may not have seen its death yet."""
         if self._pidfd is not None and _has_ended(self._pidfd):
             self._died()
         return self.state is PeerState.UP
@@ -413,7 +438,7 @@ class Peer:
     def _explain(self) -> tuple[str, bool] | None:
         """Return why links to the peer are down, and True if its process has ended; None where that is not known.
 
-        It asks the kernel, because transfers may fail before the loop hears of the end.
+        It asks the kernel, because transfers may fail before the loop sees the end of the process.
         """
         if self.confirmed_dead or (self._pidfd is not None and _has_ended(self._pidfd)):
             return str(self._death()), True
@@ -446,14 +471,14 @@ class Peer:
             self._end(self._part(error, text))
 
     def _on_link_down(self, message: Incoming) -> None:
-        """Handle the peer's word that a link broke at its side; its goodbye takes as long as its work."""
+        """Handle the peer's message that a link broke at its side; its goodbye comes when its work has ended."""
         text = message.words("text", FAILURE_LIMIT)
         error = PeerDownError(f"peer {self.name!r} lost its link to us: {text}", peer=self.name)
         self._begin_closing(error)
         self._end(self._part(error))
 
     def _lose(self, error: HixlError) -> None:
-        """End the peer, because nothing more can be expected of it: fail all waits for it, and stop our work for it."""
+        """End the peer, because it has failed: fail all waits for it, and stop our work for it."""
         self._session.mark(Mark.CUT)
         if self.state is not PeerState.DOWN:
             self._go_down(error)
@@ -468,9 +493,10 @@ class Peer:
     def aclose(self) -> Closing:
         """Leave the peer: drain our own work, say goodbye, and wait for the peer's goodbye.  Idempotent.
 
-        It begins with the call; the wait takes the engine's ``close_timeout`` at most, and a moment to tear down.
+        Closing begins with the call, and takes little longer than the engine's ``close_timeout``.
 
         :return: an awaitable; cancelling it only ends the wait.
+        :raises WrongLoopError: if called in another event loop than that of the engine.
         """
         return Closing(self, self._close)
 
@@ -482,7 +508,7 @@ class Peer:
         return self._end(self._leave(error))
 
     def _end(self, how: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """End the peer in this way, unless it is ending already."""
+        """Start the task that ends the peer, unless there is one already."""
         if self._ending is None:
             self._ending = self._host.spawn(how)
         else:
@@ -510,7 +536,7 @@ class Peer:
         """End the connection because the peer leaves, or a link broke.
 
         :param broken: why a link of ours broke, which the other side may not have seen.  A peer that leaves stops its links
-            first, so that the news of it may come before its goodbye or its death.
+            first, so that a broken link may be seen before its goodbye or its death.
         """
         session = self._session
         if broken is not None:
@@ -519,7 +545,7 @@ class Peer:
             error = PeerDownError(f"peer {self.name!r} left", peer=self.name)
         elif broken is not None:
             session.tell("link.down", {"text": broken[:FAILURE_LIMIT]})
-        # First, because our side of the links may take its time to stop, and no caller should wait for that.
+        # First, because our side of the links may take long to stop, and no caller should wait for that.
         self._go_down(error)
         await self._links.stop()
         with contextlib.suppress(PeerDownError):
@@ -544,7 +570,7 @@ class Peer:
         self._become_harmless()
 
     def _holds_nothing(self) -> None:
-        """The peer let go of the last region of ours."""
+        """Handle the release of the last of our regions by the peer."""
         if self.state is PeerState.DOWN:
             self._become_harmless()
 
@@ -556,7 +582,7 @@ class Peer:
         self._links.refuse()
         if not self._links.ready.done():
             self._links.ready.set_exception(error)
-            self._links.ready.exception()  # retrieved, because perhaps no task waits for it any more
+            self._links.ready.exception()  # retrieved, because no task may be waiting for it
         self._imports.lose()
         self._rpc.lose(self._session.down_error)
         if not self._exports:
@@ -564,7 +590,7 @@ class Peer:
         self._tell_lost()
 
     async def _wind_down(self) -> None:
-        """Give back links and connection when nothing of ours works for them any more."""
+        """Free the links and close the connection when none of our threads works for them."""
         await self._links.stop()
         self._links.free()
         await self._connection.aclose()
@@ -577,7 +603,7 @@ class Peer:
             self._forget(self)
 
     def _give_up(self) -> list[Region]:
-        """End the wait for a peer that may still hold memory of ours, because the engine ends: see `Exports.give_up`."""
+        """Stop waiting for a peer that may still hold memory of ours, because the engine ends: see `Exports.give_up`."""
         self._unwatch_process()
         self._session.mark(Mark.GIVEN_UP)
         leaked = self._exports.give_up()

@@ -1,4 +1,4 @@
-"""The peers of an engine: dialled or admitted, one connection to each where possible, known until nothing of them is left."""
+"""The peers of an engine, dialled or admitted: one connection to each where possible."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Peers:
     # -- dialling
 
     async def connect(self, where: Address, seconds: float) -> Peer:
-        """See `Engine.connect`."""
+        """Connect to the engine at an address; see `Engine.connect`."""
         until = self._host.core.loop.time() + seconds
         lock = self._locks.setdefault(where, asyncio.Lock())
         try:
@@ -88,7 +88,7 @@ class Peers:
     async def _connect(self, where: Address, until: float) -> Peer:
         connection = await self._dial(where, until)
         for known in self.up:
-            # It goes by another address too, or it dialled us.
+            # The peer listens on another address too, or it dialled us.
             if known._is_of(connection) and known._check_alive():
                 known._dialled_at.add(where)
                 await connection.aclose()
@@ -148,7 +148,7 @@ class Peers:
     # -- admitting
 
     def accept(self, connection: Connection) -> None:
-        """Admit a dialler that has proved itself."""
+        """Admit a dialler that has been authenticated."""
         if self._host.core.closed:
             connection.abandon()
         else:
@@ -165,7 +165,7 @@ class Peers:
                 queue.put(peer)
 
     def accepted(self) -> SubscriptionQueue[Peer]:
-        """See `Engine.accepted`."""
+        """Return a new queue of accepted peers; see `Engine.accepted`."""
         queue: BoundedQueue[Peer] = BoundedQueue(ACCEPTED_LIMIT, 0)
         self._acceptors.append(queue)
         return SubscriptionQueue(self._host.core, queue, self._acceptors.remove)
@@ -179,7 +179,7 @@ class Peers:
         return [peer._close() for peer in self]
 
     def give_up(self) -> Iterator[tuple[Peer, Region]]:
-        """Let go of the peers that are still there, and yield what is leaked; see `Peer._give_up`."""
+        """Forget the remaining peers, and yield the regions that are leaked; see `Peer._give_up`."""
         for queue in self._acceptors:
             queue.close()
         self._acceptors.clear()

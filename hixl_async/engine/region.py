@@ -1,4 +1,4 @@
-"""Regions: memory of ours that peers may use, memory of theirs that we may use, and the address of whatever has one."""
+"""Regions: memory of ours that peers may use, memory of theirs that we may use, and the addresses of other objects."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_NAME", "Operand", "Region", "RemoteRegion", "operand", "parse_access"]
 
-#: Bytes of a region's name.
+#: The most bytes of a region's name.
 MAX_NAME = 256
 
 
 def parse_access(value: AccessLike) -> Access:
-    """`Access.parse` with this package's error.
+    """Return the `Access` for a word, and raise this package's error if there is none.
 
-    :raises InvalidArgumentError: if `value` is no access word.
+    :raises InvalidArgumentError: if `value` is not an access word.
     """
     try:
         return Access.parse(value)
@@ -34,7 +34,7 @@ def parse_access(value: AccessLike) -> Access:
 
 
 class RegionOwner(Protocol):
-    """What a region needs of its engine."""
+    """The interface of an engine to its regions."""
 
     def revoke(self, region: Region) -> None:
         """Refuse new work with the region, and free its name."""
@@ -44,7 +44,7 @@ class RegionOwner(Protocol):
 
 
 class Region(LocalMemory):
-    """Memory of this process under a name, which peers may read or write as far as its access goes.
+    """Memory of this process under a name, which peers may read or write as far as its access allows.
 
     Slice it to name a range of bytes: ``region[0:4096]``.  It offers the buffer protocol: ``memoryview(region)``,
     ``region.numpy("float32")``; views keep the memory mapped, also after `aclose`.
@@ -54,11 +54,11 @@ class Region(LocalMemory):
     name: str
     #: The most that any peer can be given.
     access: Access
-    #: True if the memory is somebody else's, who may use it for other things once we let go of it.
+    #: True if the memory belongs to the caller, who may use it for other things once it is released.
     borrowed: bool
-    #: Its number in control messages; a closed region's number is never used again.
+    #: The number of the region in control messages; it is never used again.
     number: int
-    #: For drivers whose transport registers memory in its own time: why it did not, or None once it has.
+    #: For drivers whose transport registers memory later: the reason why that failed, or None once it is registered.
     registrations: dict[str, asyncio.Future[DriverError | None]]
 
     def __init__(
@@ -81,9 +81,10 @@ class Region(LocalMemory):
         return f"<Region {self.name!r} {self.size} bytes, access={self.access}{'' if self.alive else ', closed'}>"
 
     def access_for(self, peer: Any) -> Access:
-        """Return the access that a peer is given: `access`, narrowed by the ``grant=`` function; none if that fails.
+        """Return the access that a peer is given: `access`, limited by the ``grant=`` function; none if that fails.
 
         :param peer: the peer.
+        :return: the peer's access.
         """
         if self._grant is None:
             return self.access
@@ -96,9 +97,9 @@ class Region(LocalMemory):
             return Access.NONE
 
     async def ready(self) -> None:
-        """Wait until all drivers have the memory registered; peers and transfers wait by themselves.
+        """Wait until all drivers have registered the memory; peers and transfers wait by themselves.
 
-        :raises DriverError: if a driver's transport cannot register it, so that it cannot be used over that driver.
+        :raises DriverError: if a driver's transport cannot register the memory, so that the driver cannot use it.
         :raises ClosedError: if the engine is closed meanwhile.
         """
         for registration in self.registrations.values():
@@ -109,10 +110,12 @@ class Region(LocalMemory):
                 raise DriverError(str(failure), native=failure.native)
 
     def numpy(self, dtype: Any = "uint8", shape: tuple[int, ...] | None = None) -> numpy.ndarray[Any, Any]:
-        """The memory as a numpy array, without a copy.
+        """Return the memory as a numpy array, without a copy.
 
         :param dtype: any numpy dtype.
-        :param shape: shape of the array; default: one dimension.
+        :param shape: the shape of the array, in elements; default: one dimension.
+        :return: the array; it keeps the memory mapped.
+        :raises ValueError: if the size of the region does not fit `dtype` and `shape`.
         """
         import numpy
 
@@ -120,10 +123,13 @@ class Region(LocalMemory):
         return array if shape is None else array.reshape(shape)
 
     def torch(self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The memory as a torch tensor on the CPU, without a copy.
+        """Return the memory as a torch tensor on the CPU, without a copy.
 
         :param dtype: a torch dtype; default ``torch.uint8``.
-        :param shape: shape of the tensor; default: one dimension.
+        :param shape: the shape of the tensor, in elements; default: one dimension.
+        :return: the tensor; it keeps the memory mapped.
+        :raises ValueError: if the size of the region does not fit `dtype`.
+        :raises RuntimeError: if the size of the region does not fit `shape`.
         """
         import torch
 
@@ -133,20 +139,24 @@ class Region(LocalMemory):
     def revoke(self) -> None:
         """Withdraw the region without waiting: no new work may use it, and its name is free.  Idempotent.
 
-        The memory stays pinned while work in flight or a peer still uses it; `aclose` waits for them a while, `released()`
-        for as long as it takes.
+        The memory stays pinned while work in flight or a peer still uses it.  `aclose` waits for them for a limited time,
+        `released()` without a limit.
+
+        :raises ClosedError: if the engine is closed.
+        :raises WrongLoopError: if called in another event loop than that of the engine.
         """
         self._owner.revoke(self)
 
     def aclose(self) -> Closing:
-        """Withdraw the region: refuse new work at once, then wait for ours and for the peers that use it.  Idempotent.
+        """Withdraw the region: refuse new work at once, then wait for the work and the peers that use it.  Idempotent.
 
-        Work that is not over within the engine's ``close_timeout`` keeps the memory pinned, a silent peer until its death is
-        confirmed.  The wait ends all the same, and ``await region.released()`` tells when a registered buffer may be used for
-        other things.  A transport that cannot forget memory while it has links keeps it pinned beyond that, although it can no
-        longer be used; ``engine.stats().regions`` counts it until then.
+        The wait ends after the engine's ``close_timeout``.  Work that has not ended by then keeps the memory pinned; so does a
+        silent peer, until its death is confirmed.  Await ``region.released()`` before using a registered buffer for other
+        things.  A transport that cannot deregister memory while it has links keeps it pinned until they end;
+        ``engine.stats().regions`` counts it until then.
 
         :return: an awaitable; the region is withdrawn by the call, whether it is awaited or not.
+        :raises WrongLoopError: if called in another event loop than that of the engine.
         """
         return self._owner.withdraw(self)
 
@@ -162,7 +172,7 @@ class RemoteRegion(RemoteMemory):
 
     #: The name that the peer gave it.
     name: str
-    #: What the peer grants us.
+    #: The access that the peer grants us.
     access: Access
 
     def __init__(self, name: str, access: Access) -> None:
@@ -177,23 +187,24 @@ class RemoteRegion(RemoteMemory):
 
 
 class Operand(NamedTuple):
-    """Where an object's memory lies."""
+    """The location of an object's memory."""
 
     address: int
     #: Bytes.
     size: int
-    #: Keeps the memory alive.
+    #: The object that keeps the memory alive.
     owner: object
-    #: On a device: the address means nothing to the CPU.
+    #: True if the memory is on a device, where the CPU cannot reach its address.
     device: bool
 
 
-def operand(obj: Any, writable: bool) -> Operand:
-    """Address and size of an object without the buffer protocol: a tensor, or anything numpy can adopt by DLPack.
+def operand(obj: Any, writable: bool, demand: str = "local must be a region's range or a") -> Operand:
+    """Return where an object without the buffer protocol lies: a tensor, or anything that numpy adopts by DLPack.
 
-    torch and numpy are used only where the caller's process has imported them already.  A tensor may be on the CPU, or on
-    the device that torch_npu, or whatever else took torch's place for private devices, brought.
+    torch and numpy are used only where the caller's process has imported them already.  A tensor may be on the CPU, on a CUDA
+    or NPU device, or on the device that is registered as torch's private backend.
 
+    :param demand: the beginning of the message that refuses an object without memory.
     :raises BufferTypeError: if `obj` has no contiguous memory that a driver can use, or is not writable and must be.
     """
     torch = sys.modules.get("torch")
@@ -221,6 +232,5 @@ def operand(obj: Any, writable: bool) -> Operand:
             raise BufferTypeError(f"{type(obj).__name__} is read-only; it cannot be read into")
         return Operand(array.ctypes.data, array.nbytes, array, False)
     raise BufferTypeError(
-        f"local must be a region's range or a contiguous buffer (bytes, memoryview, numpy array, CPU tensor), "
-        f"not {type(obj).__name__}"
+        f"{demand} contiguous buffer (bytes, memoryview, numpy array, CPU tensor), not {type(obj).__name__}"
     )

@@ -1,4 +1,4 @@
-"""The regions of one engine: how they are made, which drivers know them, and how they are withdrawn."""
+"""The regions of one engine: their creation, their registration with drivers, and their withdrawal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RegionTable:
 
     :param core: the engine.
     :param drivers: its drivers, in order of preference; filled when the engine opens.
-    :param peers: its peers, who are told of regions that come and go.
+    :param peers: its peers, to which regions are offered.
     """
 
     def __init__(self, core: Core, drivers: Mapping[str, Driver], peers: Peers, host: Host) -> None:
@@ -57,7 +57,7 @@ class RegionTable:
     # -- making
 
     def allocate(self, name: str, size: int, access: AccessLike, grant: Callable[[Any], AccessLike] | None) -> Region:
-        """See `Engine.allocate`."""
+        """Make a region of new memory; see `Engine.allocate`."""
         rights = self._check_new(name, access, grant)
         if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < 1 << 62:
             raise InvalidArgumentError(f"size must be a positive number of bytes, not {size!r}")
@@ -71,11 +71,11 @@ class RegionTable:
         return self._enter(region)
 
     def register(self, name: str, buffer: Any, access: AccessLike, grant: Callable[[Any], AccessLike] | None) -> Region:
-        """See `Engine.register`."""
+        """Make a region of existing memory; see `Engine.register`."""
         rights = self._check_new(name, access, grant)
         region = Region(self, name, rights, grant, borrowed=True)
         if isinstance(buffer, LocalMemory | LocalSlice):
-            raise InvalidArgumentError(f"{buffer!r} is, or lies in, a region already; peers can be given that")
+            raise InvalidArgumentError(f"{buffer!r} is, or lies in, a region already; give peers that region")
         if _has_buffer(buffer):
             _core.borrow(self._core, region, buffer, int(region.access))
         else:
@@ -97,14 +97,14 @@ class RegionTable:
             and sum(bool(r.access) for r in self._names.values()) >= MAX_OFFERS
         ):
             raise BusyError(
-                f"{MAX_OFFERS} regions are exported, which is the most; close some, or let one region hold several things"
+                f"{MAX_OFFERS} regions are exported, which is the most; close some, or put several things into one region"
             )
         return rights
 
     def _borrow_object(self, region: Region, obj: Any) -> None:
-        where = operand(obj, bool(region.access & Access.WRITE))
+        where = operand(obj, bool(region.access & Access.WRITE), "buffer must be a")
         owner: Any = where.owner
-        if _has_buffer(owner):  # which also tells whether it may be written
+        if _has_buffer(owner):  # the buffer also says whether it may be written
             _core.borrow(self._core, region, owner, int(region.access))
         elif where.size == 0:
             raise RangeError("the buffer is empty; there is nothing to register")
@@ -112,7 +112,7 @@ class RegionTable:
             _core.borrow_address(self._core, region, owner, where.address, where.size, int(region.access), where.device)
 
     def _introduce(self, region: Region, allocator: Driver | None) -> None:
-        """Make a region known to every driver that can use it."""
+        """Register a region with every driver that can use it."""
         known = [] if allocator is None else [allocator]
         try:
             for driver in self._drivers.values():
@@ -121,7 +121,7 @@ class RegionTable:
                     known.append(driver)
             if not known:
                 names = ", ".join(self._drivers)
-                kind = "device memory" if region.device else "memory that exists already; use allocate"
+                kind = "device memory" if region.device else "existing memory; use allocate"
                 raise DriverError(f"none of the drivers ({names}) registers {kind}")
             for driver in known:
                 if (pending := self._registration(region, driver)) is not None:
@@ -131,10 +131,10 @@ class RegionTable:
             raise
 
     def _registration(self, region: Region, driver: Driver) -> asyncio.Future[DriverError | None] | None:
-        """Return the outcome of a registration that takes its time: the reason why it failed, or None once it is done."""
+        """Return the outcome of a registration that is not done: the reason why it failed, or None once it is done."""
         try:
             registration = memory.registration(region, driver)
-        except HixlError as error:  # it has failed already, which is no other failure than a later one
+        except HixlError as error:  # it has failed already, and is treated like a later failure
             outcome = self._core.loop.create_future()
             outcome.set_result(_unusable(region, driver, error))
             return outcome
@@ -160,7 +160,7 @@ class RegionTable:
     # -- withdrawing
 
     def revoke(self, region: Region) -> None:
-        """Refuse new work with a region, free its name, and tell the peers.  Idempotent."""
+        """Refuse new work with a region, free its name, and withdraw the offer to peers.  Idempotent."""
         if self._numbers.get(region.number) is not region:
             return
         self._host.check_open()
@@ -184,13 +184,13 @@ class RegionTable:
         silent = [peer for peer in users if peer.state is PeerState.DOWN]
         try:
             if silent and region.pins == len(silent):
-                raise TimeoutError  # no one is left who could answer in time
+                raise TimeoutError  # no remaining user could answer in time
             async with asyncio.timeout(self._host.config.close_timeout):
                 await region.released()
         except TimeoutError:
             names = ", ".join(repr(peer.name) for peer in users) or "this process"
             logger.warning(
-                "%r: its users (%s) did not let go of it; its memory stays pinned until they do", region, names
+                "%r: its users (%s) did not release it; its memory stays pinned until they do", region, names
             )
 
     def close(self) -> None:

@@ -9,7 +9,7 @@
       │◀─────────────────────────────────────────────────┤
       │  region.metadata  the answer: driver's metadata  │   from here on the owner's memory stays pinned
       ├─────────────────────────────────────────────────▶│
-      │  region.down  the offer is taken back            │
+      │  region.down  the offer is withdrawn             │
       ├─────────────────────────────────────────────────▶│
       │                 region.gone  no transfer of mine │   the user's transfers have drained
       │◀────────────────  touches it any more ───────────┤   here the pin ends
@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -44,12 +45,18 @@ from .waiters import Waiters
 
 __all__ = ["MAX_OFFERS", "Exports", "Imports"]
 
+logger = logging.getLogger("hixl_async")
+
 #: The most regions that one peer may offer us.
 MAX_OFFERS = 4096
 #: The most regions that are imported at the same time: their metadata carries descriptors, of which a connection queues few.
 MOST_AT_ONCE = 16
+#: Seconds of a wait for a region after which the log tells of it, because the name may be mistyped.
+PATIENCE = 5.0
+#: The most names of regions in a message.
+NAMES_SHOWN = 20
 
-# Regions whose memory a peer may still write although our engine has ended; never given back (C7).
+# Regions whose memory a peer may still write although our engine has ended; never freed (C7).
 _leaked: list[Region] = []
 
 
@@ -60,11 +67,11 @@ class _Export(NamedTuple):
 
 
 class Exports:
-    """Regions of ours that the peer has been given, each pinned until the peer can no longer touch it.
+    """The regions that the peer has been given, each pinned until the peer can no longer touch it.
 
     :param find: returns the region with a number, or None.
-    :param access: returns what the peer is given of a region.
-    :param idle: called when the peer has let go of the last region.
+    :param access: returns the access to a region that the peer is given.
+    :param idle: called when the peer has released the last region.
     """
 
     def __init__(
@@ -92,14 +99,14 @@ class Exports:
         return region.number in self._given
 
     def offer(self, region: Region) -> None:
-        """Tell the peer of a region that it may use."""
+        """Tell the peer about a region that it may use."""
         access = self._access(region)
         if access and region.alive:  # a grant= function may even close it
             body = {"id": region.number, "name": region.name, "size": region.size, "access": int(access)}
             self._session.tell("region.up", body)
 
     def withdraw(self, region: Region) -> None:
-        """Take an offer back."""
+        """Withdraw an offer."""
         self._session.tell("region.down", {"id": region.number, "name": region.name})
 
     def on_get(self, message: Incoming) -> None:
@@ -134,7 +141,7 @@ class Exports:
         self._session.tell("region.metadata", {**body, "access": int(access)}, fds)
 
     def _route(self, region: Region) -> Link | asyncio.Future[DriverError | None]:
-        """Return the first link that can carry the region, or the registration on which that depends."""
+        """Return the first link that can carry the region, or the registration that must end first."""
         failure = None
         for link in self._links:
             if not memory.known_to(region, link.driver):
@@ -176,7 +183,7 @@ class Exports:
             memory.unpin(export.region)
 
     def give_up(self) -> list[Region]:
-        """Unpin what is ours alone, because the engine ends although the peer may still write.
+        """Unpin the memory that the engine allocated, because the engine ends although the peer may still write.
 
         :return: the regions that are leaked: registered memory, which its owner might use for other things once it is unpinned.
         """
@@ -196,7 +203,7 @@ class _Offer(NamedTuple):
 
 
 class Imports:
-    """Regions that the peer offers, and those of them that we use."""
+    """The regions that the peer offers, and those that we have imported."""
 
     def __init__(self, session: Session, links: Links, rpc: Rpc) -> None:
         self._session = session
@@ -225,43 +232,58 @@ class Imports:
         return task.result()
 
     async def region(self, name: str, timeout: float | None) -> RemoteRegion:
-        """See `Peer.region`."""
+        """Wait for a region and import it; see `Peer.region`."""
         try:
             async with asyncio.timeout(timeout):
-                while name not in self._offers:
-                    self._session.must_be_up()
-                    await self._waiters.wait(name)
+                if name not in self._offers:
+                    await self._offer(name)
                 self._session.must_be_up()
                 task = self._tasks.get(name)
                 if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
                     task = self._tasks[name] = self._session.spawn(
-                        # The number of the offer that is seen now, because another may take its place before the task begins.
+                        # The number of the present offer, because another may replace it before the task begins.
                         self._import(name, self._offers[name].number)
                     )
-                    # All callers may be cancelled before it fails; then no one would retrieve its error.
+                    # All callers may be cancelled before it fails; then its error would never be retrieved.
                     task.add_done_callback(lambda done: done.cancelled() or done.exception())
-                # Several callers may wait for one import; none may cancel it for the others.
+                # Several callers may wait for one import; a cancelled one must not cancel it for the others.
                 return await asyncio.shield(task)
         except TimeoutError as error:
             if isinstance(error, HixlError):
                 raise
-            who = f"peer {self._session.name!r}"
             if name in self._offers:
+                who = f"peer {self._session.name!r}"
                 text = f"{who} exports region {name!r}, but it could not be imported within {timeout:g} s"
             else:
-                known = ", ".join(self._offers) or "none"
-                text = (
-                    f"{who} did not export region {name!r} within {timeout:g} s; it exports: {known} "
-                    "(a region with access 'none' is not exported, nor one that its grant= keeps from this engine)"
-                )
+                text = self._not_offered(name, timeout)
             raise WaitTimeoutError(text, peer=self._session.name) from None
+
+    async def _offer(self, name: str) -> None:
+        """Wait until the peer offers a region; a wait of more than `PATIENCE` seconds is logged once."""
+        reminder = self._loop.call_later(PATIENCE, lambda: logger.warning("%s", self._not_offered(name, PATIENCE)))
+        try:
+            while name not in self._offers:
+                self._session.must_be_up()
+                await self._waiters.wait(name)
+        finally:
+            reminder.cancel()
+
+    def _not_offered(self, name: str, seconds: float | None) -> str:
+        names = list(self._offers)
+        known = ", ".join(names[:NAMES_SHOWN]) or "none"
+        if len(names) > NAMES_SHOWN:
+            known += f" and {len(names) - NAMES_SHOWN} more"
+        return (
+            f"peer {self._session.name!r} did not export region {name!r} within {seconds:g} s; it exports: {known} "
+            "(a region with access 'none' is not exported, nor one that its grant= keeps from this engine)"
+        )
 
     async def _import(self, name: str, number: int) -> RemoteRegion:
         try:
             async with self._turns:
                 return await self._fetch(name, number)
         except BaseException:
-            # The owner may have pinned it for us, whatever went wrong.
+            # The owner may have pinned it for us, whatever the failure.
             self._session.tell("region.gone", {"id": number})
             raise
 
@@ -272,7 +294,9 @@ class Imports:
             size, access, metadata = answer.number("size"), answer.number("access"), answer.metadata()
             link = self._links.get(answer.text("driver"))
             if link is None or size == 0 or not 0 < access <= Access.READ_WRITE:
-                raise ProtocolError(f"peer {session.name!r} answered region {name!r} with nonsense", peer=session.name)
+                raise ProtocolError(
+                    f"peer {session.name!r} sent malformed metadata of region {name!r}", peer=session.name
+                )
             session.must_be_up()
             fds = answer.take()
         finally:
@@ -293,11 +317,11 @@ class Imports:
         return remote
 
     def on_up(self, message: Incoming) -> None:
-        """Note an offer of the peer's."""
+        """Record an offer of the peer."""
         name, number, access = message.text("name"), message.number("id"), message.number("access")
         if not 0 < len(name.encode()) <= MAX_NAME or not 0 < access <= Access.READ_WRITE:
             raise ProtocolError(
-                f"peer {self._session.name!r} offers an impossible region",
+                f"peer {self._session.name!r} offers a malformed region",
                 peer=self._session.name,
             )
         if name not in self._offers and len(self._offers) >= MAX_OFFERS:

@@ -1,4 +1,4 @@
-"""Requests between two engines: ours that wait for their answer, and the peer's that our handlers work on.
+"""Requests between two engines: ours that wait for an answer, and the peer's that our handlers process.
 
 ::
 
@@ -34,11 +34,11 @@ __all__ = ["MAX_HANDLERS", "Rpc"]
 
 logger = logging.getLogger("hixl_async")
 
-#: The most requests of one peer in our handlers at the same time, and of ours that wait for answers; further ones wait for
-#: their turn.  Answers cannot wait for room as requests do, so all that may come together must fit into the connection's
-#: queue.
+#: The most requests of one peer in our handlers at the same time, and the most of ours that wait for answers; further ones
+#: wait for their turn.  Answers cannot wait for room as requests do, so all that may be sent together must fit into the
+#: connection's queue.
 MAX_HANDLERS = 256
-#: Bytes of a failure that one side tells the other.
+#: The most bytes of a failure that one side sends to the other.
 FAILURE_BYTES = 2000
 
 
@@ -69,7 +69,7 @@ class Rpc:
     # -- ours
 
     async def request(self, service: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """See `Peer.request`."""
+        """Send a request and wait for its answer; see `Peer.request`."""
         _check(service, body)
         try:
             async with asyncio.timeout(timeout), self._turns:
@@ -83,7 +83,7 @@ class Rpc:
         return reply.object("body")
 
     def post(self, service: str, body: dict[str, Any]) -> None:
-        """See `Peer.post`."""
+        """Send a message without an answer; see `Peer.post`."""
         _check(service, body)
         if self._session.connection.crowded:
             raise BusyError(
@@ -95,7 +95,7 @@ class Rpc:
     async def ask(self, kind: str, body: dict[str, Any], *, answer: str) -> Incoming:
         """Send a message with a number, and wait for the message of kind `answer` with the same number.
 
-        :return: the answer; its descriptors are the caller's.
+        :return: the answer; its descriptors belong to the caller.
         :raises HixlError: if the peer answers with a failure.
         :raises PeerDownError: if the peer is down, or goes down before it answers.
         :raises InvalidArgumentError: if `body` cannot be sent.
@@ -109,7 +109,7 @@ class Rpc:
             return await waiting.reply
         except BaseException:
             if waiting.reply.done() and not waiting.reply.cancelled() and waiting.reply.exception() is None:
-                waiting.reply.result().drop()  # it came, but no one takes it any more
+                waiting.reply.result().drop()  # it has arrived, but the caller will not take it
             raise
         finally:
             del self._waiting[number]
@@ -132,14 +132,14 @@ class Rpc:
         waiting.reply.set_result(message.kept())
 
     def on_failure(self, message: Incoming) -> None:
-        """Hand a failure to the caller who waits for an answer."""
+        """Hand a failure to the caller that waits for an answer."""
         waiting = self._waiting.get(message.number("call"))
         if waiting is not None and not waiting.reply.done():
             kind = _error_class(message.text("error"), waiting)
             waiting.reply.set_exception(kind(message.words("message", FAILURE_BYTES), peer=self._session.name))
 
     def lose(self, error: Callable[[], HixlError]) -> None:
-        """Fail all that wait for an answer, and cancel all handlers, because the peer is down."""
+        """Fail all waits for an answer, and cancel all handlers, because the peer is down."""
         for waiting in self._waiting.values():
             if not waiting.reply.done():
                 waiting.reply.set_exception(_lost(error(), waiting))
@@ -149,11 +149,11 @@ class Rpc:
     # -- theirs
 
     def on_call(self, message: Incoming) -> None:
-        """Handle a request of the peer's."""
+        """Handle a request of the peer."""
         self._serve(message.number("call"), message)
 
     def on_post(self, message: Incoming) -> None:
-        """Handle a message that wants no answer."""
+        """Handle a message that needs no answer."""
         self._serve(None, message)
 
     def _serve(self, call: int | None, message: Incoming) -> None:
@@ -222,10 +222,10 @@ class Rpc:
 
 
 def _error_class(name: str, waiting: _Waiting) -> type[HixlError]:
-    """The class of an error that the peer names.
+    """Return the class of an error that the peer names.
 
-    A handler's error keeps its class, also where transfers of the handler's own have failed.  Everything else that is asked of
-    a peer changes no transfer memory.
+    A handler's error keeps its class, also where a transfer of the handler has failed.  All other requests to a peer change no
+    transfer memory, so that their errors belong to the first root.
     """
     kind = getattr(errors, name, None)
     roots = (RefusedError, TransferError) if waiting.kind == ANSWER else (RefusedError,)
@@ -233,7 +233,7 @@ def _error_class(name: str, waiting: _Waiting) -> type[HixlError]:
 
 
 def _lost(error: HixlError, waiting: _Waiting) -> HixlError:
-    """The error of a wait that the end of the connection ended; a handler may have run all the same."""
+    """Return the error of a wait that ended with the connection; a handler may have run all the same."""
     if waiting.kind != ANSWER or not isinstance(error, PeerDownError):
         return error
     lost = RequestLostError(str(error), peer=error.peer)
@@ -242,7 +242,7 @@ def _lost(error: HixlError, waiting: _Waiting) -> HixlError:
 
 
 def _discard(answer: Awaitable[Any]) -> None:
-    """End what a handler has begun, if it has not ended."""
+    """End the work that a handler has begun, if it has not ended."""
     if inspect.iscoroutine(answer):
         answer.close()
     elif isinstance(answer, asyncio.Future):

@@ -1,4 +1,4 @@
-"""One connection as the parts of a peer see it: how far its life has come, what may be sent, and how it is given up."""
+"""One connection as the parts of a peer see it: its state, the marks of its end, and the sending of messages."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Mark(Flag):
-    """What is known about the end of a peer; a mark that is set stays set."""
+    """A set of known facts about the end of a peer; a mark that is set stays set."""
 
     #: The peer has drained its own work and said goodbye.
     GOODBYE = auto()
-    #: Nothing can be heard from the peer any more.
+    #: No further message of the peer can arrive.
     CUT = auto()
     #: The peer is DOWN.
     DOWN = auto()
@@ -34,20 +34,20 @@ class Mark(Flag):
     FENCED = auto()
     #: The peer's process has ended.
     DEAD = auto()
-    #: Our links and the connection are given back.
+    #: Our links and the connection are closed.
     WOUND_DOWN = auto()
-    #: Our engine has ended, and waits for the peer no longer.
+    #: Our engine has ended, and no longer waits for the peer.
     GIVEN_UP = auto()
 
 
 class Session:
-    """The state of one connection, and what the parts of a peer may do with it.
+    """The state of one connection, and the operations on it that the parts of a peer share.
 
     :param connection: the connection; its handshake is over.
     :param loop: the engine's event loop.
     :param check: raises if the caller is in another loop or a forked child.
     :param spawn: starts a task that belongs to the engine.
-    :param lose: ends the peer with an error, because nothing more can be expected of it.
+    :param lose: ends the peer with an error, because it has failed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Session:
         self.spawn = spawn
         self.lose = lose
         self.state = PeerState.CONNECTING
-        #: Why the connection ends, or None; known before the peer is DOWN.
+        #: The reason why the connection ends, or None; known before the peer is DOWN.
         self.cause: HixlError | None = None
         self._check = check
         self._marks = Mark(0)
@@ -79,7 +79,7 @@ class Session:
 
     @property
     def error(self) -> HixlError | None:
-        """Why the peer is down, or None."""
+        """The error that says why the peer is down, or None."""
         return self.cause if self.state is PeerState.DOWN else None
 
     def change(self, state: PeerState, cause: HixlError | None = None) -> None:
@@ -111,7 +111,7 @@ class Session:
     def must_be_up(self) -> None:
         """Return if requests and transfers may be sent.
 
-        :raises PeerDownError: if the peer is down, or leaves.
+        :raises PeerDownError: if the peer is down or leaving.
         :raises ClosedError: if the connection is coming up, or was closed here.
         :raises WrongLoopError: if the caller is not in the engine's loop.
         :raises EngineForkedError: in a child of fork().

@@ -1,4 +1,4 @@
-"""Work that begins at the call, and can be awaited afterwards."""
+"""Work that begins with the call, and can be awaited afterwards."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class Started(Coroutine[Any, Any, T]):
-    """The rest of work that has begun already: awaiting it only waits for the end.
+    """The end of work that has begun already: awaiting it only waits for the end.
 
-    This is what a plain ``def aclose(self)`` returns.  ``await``, ``asyncio.gather`` and ``asyncio.create_task`` take it like a
-    coroutine, but no warning follows if it is never awaited, because the work is done all the same.  It can be awaited any
-    number of times, and be given to one task.
+    A plain ``def aclose(self)`` returns it.  ``await``, ``asyncio.gather`` and ``asyncio.create_task`` take it like a coroutine,
+    but no warning follows if it is never awaited, because the work is done all the same.  It can be awaited any number of
+    times, and be given to one task.
 
     :param wait: a coroutine function that waits for the end, called when the object is awaited; cancelling it must not cancel
         the work.
@@ -30,7 +30,7 @@ class Started(Coroutine[Any, Any, T]):
     def __await__(self) -> Generator[Any, Any, T]:
         return self._wait().__await__()
 
-    # A task drives it by the rest.
+    # A task uses the other methods of a coroutine.
 
     def send(self, value: Any) -> Any:
         return self._begin().send(value)

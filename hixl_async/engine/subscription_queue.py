@@ -9,6 +9,7 @@ from typing import Generic, Self, TypeVar
 from .._core import Core
 from ..core import in_flight
 from ..core.transfer import Transfer, wake
+from ..core.unpicklable import unpicklable
 from ..errors import ClosedError
 
 __all__ = ["BoundedQueue", "SubscriptionQueue"]
@@ -19,7 +20,7 @@ T = TypeVar("T")
 class BoundedQueue(Generic[T]):
     """The writing end of a `SubscriptionQueue`.
 
-    Whoever fills it refers to this end only, so that a feed that its reader has dropped, say by a ``break``, goes away.
+    The writer refers to this end only, so that a queue that its reader has dropped, say by a ``break``, is freed.
     """
 
     __slots__ = ("_entries", "_room", "_weight", "closed", "dropped", "limit", "waiter")
@@ -41,7 +42,10 @@ class BoundedQueue(Generic[T]):
         return len(self._entries)
 
     def put(self, item: T, weight: int = 0) -> bool:
-        """Adds an item; False, and it is counted in `dropped`, if there is no room for it."""
+        """Add an item, or count it in `dropped` if there is no room for it.
+
+        :return: True if the item was added.
+        """
         entries = self._entries
         if entries and (len(entries) >= self.limit or self._weight + weight > self._room):
             self.dropped += 1
@@ -53,7 +57,7 @@ class BoundedQueue(Generic[T]):
         return True
 
     def take(self) -> T:
-        """The oldest item.
+        """Remove and return the oldest item.
 
         :raises IndexError: if there is none.
         """
@@ -62,25 +66,27 @@ class BoundedQueue(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Lets the reader end after what it still holds.  Idempotent."""
+        """End the reader once the queue is empty.  Idempotent."""
         self.closed = True
         self.wake()
 
     def wake(self) -> None:
-        """Wakes the reader."""
+        """Wake the reader."""
         if self.waiter is not None:
             wake(self.waiter)
 
 
 class SubscriptionQueue(Generic[T]):
-    """An async iterator over what arrives from the moment of the call on.
+    """An async iterator over the items that arrive after it was made.
 
-    It ends when it is closed, when the engine closes, or when nobody refers to it any more.
+    It ends when it is closed, when the engine closes, or when the last reference to it is dropped.
     """
+
+    __reduce__ = unpicklable("send the items, or subscribe there")
 
     def __init__(self, core: Core, queue: BoundedQueue[T], forget: Callable[[BoundedQueue[T]], None]) -> None:
         """
-        :param forget: called once, when it ends: `queue` need not be filled any more.
+        :param forget: called once with `queue`, when the iterator ends and the queue need not be filled any more.
         """
         self._core = core
         self._queue = queue
@@ -94,7 +100,7 @@ class SubscriptionQueue(Generic[T]):
 
     @property
     def dropped(self) -> int:
-        """Items that were dropped because the queue was full."""
+        """The number of items that were dropped because the queue was full."""
         return self._queue.dropped
 
     def __aiter__(self) -> Self:
@@ -114,9 +120,10 @@ class SubscriptionQueue(Generic[T]):
         return queue.take()
 
     async def get(self) -> T:
-        """The next item.
+        """Wait for the next item, and return it.
 
-        :raises ClosedError: if it was closed, or the engine was.
+        :return: the item.
+        :raises ClosedError: if this queue or the engine was closed, or another task waits on this queue.
         """
         try:
             return await self.__anext__()
@@ -124,17 +131,17 @@ class SubscriptionQueue(Generic[T]):
             raise ClosedError(f"this {type(self).__name__} is closed") from None
 
     def get_nowait(self) -> T | None:
-        """The next item if one is here already, else None."""
+        """Return the next item if there is one already, else None."""
         return self._queue.take() if self._queue else None
 
     def close(self) -> None:
-        """End the queue; the iterator stops after what it holds.  Idempotent."""
+        """End the iteration after the items that are already queued.  Idempotent."""
         if not self._queue.closed:
             self._queue.close()
             self._forget(self._queue)
 
     async def aclose(self) -> None:
-        """Do as `close`, for ``async with`` and ``contextlib.aclosing``."""
+        """Call `close`; for ``contextlib.aclosing``."""
         self.close()
 
     async def __aenter__(self) -> Self:

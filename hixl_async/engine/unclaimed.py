@@ -1,4 +1,4 @@
-"""Notifications that nobody waits for yet: a bounded store that is fair between peers."""
+"""Notifications without a subscriber: a bounded store that is fair between peers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 __all__ = ["OVERHEAD", "ROOM", "UnclaimedNotifications", "weigh"]
 
-#: Bytes that one queue, or the backlog, may hold: peers choose how much they send.
+#: The most bytes that one queue, or the store, may hold, because peers choose how much they send.
 ROOM = 16 << 20
-#: What one notification costs beside its bytes.
+#: The bytes that one notification costs beside its topic and payload.
 OVERHEAD = 256
 
 
 def weigh(topic: str, payload: bytes) -> int:
-    """The bytes that one notification takes up."""
+    """Return the bytes that one notification takes up."""
     return OVERHEAD + len(topic) + len(payload)
 
 
 class _Share:
-    """What one peer sent, numbered, in the order of arrival and by topic.
+    """The messages of one peer, numbered, in the order of arrival and by topic.
 
-    It is kept as plain tuples of text and bytes, which Python's garbage collector lets go of; thousands of `Notification`
-    would make its full collections longer, at a time that the sender chooses.
+    They are kept as plain tuples of text and bytes, which Python's garbage collector stops tracking.  Thousands of
+    `Notification` objects would make its full collections longer, at a time that the sender chooses.
     """
 
     __slots__ = ("_notes", "_topics", "number", "peer", "weight")
@@ -50,7 +50,7 @@ class _Share:
         self.weight += weight
 
     def drop_oldest(self) -> int:
-        """Answers its weight."""
+        """Drop the oldest message, and return its weight."""
         _, (topic, _, weight) = self._notes.popitem(last=False)
         numbers = self._topics[topic]
         numbers.popleft()
@@ -60,7 +60,7 @@ class _Share:
         return weight
 
     def take(self, topic: str | None) -> Iterator[tuple[int, Peer, str, bytes]]:
-        """All of one topic, or all, with their numbers."""
+        """Remove and yield the messages of one topic, or all, with their numbers."""
         for name in [topic] if topic is not None else list(self._topics):
             for number in self._topics.pop(name, ()):
                 _, payload, weight = self._notes.pop(number)
@@ -69,10 +69,10 @@ class _Share:
 
 
 class UnclaimedNotifications:
-    """What arrived for topics that nobody has subscribed to.
+    """The messages that arrived for topics without a subscriber.
 
-    When it is full, the peer that takes up most of it loses its oldest message, so that none can push out what others
-    sent.  What a message takes up is its bytes, or its part of the number of messages, whichever is more.
+    When the store is full, the peer that takes up most of it loses its oldest message, so that no peer can displace the
+    messages of others.  A message takes up its bytes or its share of the number of messages, whichever is more.
     """
 
     def __init__(self, limit: int) -> None:
@@ -82,13 +82,13 @@ class UnclaimedNotifications:
         self._by_number: dict[int, _Share] = {}
         self._numbers = count()
         self._held = self._weight = 0
-        # A heap of weights and shares, heaviest first, each pair in one number.  Those that are out of date are passed over.
+        # A heap of weights and shares, heaviest first, each pair in one number.  Outdated entries are skipped.
         self._heaviest: list[int] = []
 
     def hold(self, peer: Peer, topic: str, payload: bytes) -> int:
-        """Keeps one message.
+        """Keep one message.
 
-        :return: how many were dropped for it.
+        :return: the number of messages that were dropped for it.
         """
         share = self._shares.get(peer)
         number = next(self._numbers)
@@ -106,7 +106,7 @@ class UnclaimedNotifications:
         return dropped
 
     def take(self, topic: str | None) -> Iterable[tuple[Peer, str, bytes]]:
-        """All messages of one topic, or all, in the order of arrival; they are kept no more."""
+        """Remove and return the messages of one topic, or all, in the order of arrival."""
         shares = list(self._shares.values())
         taken = sorted((note for share in shares for note in share.take(topic)), key=itemgetter(0))
         self._held -= len(taken)
@@ -117,7 +117,7 @@ class UnclaimedNotifications:
         return (note[1:] for note in taken)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forget all messages."""
         self._shares.clear()
         self._by_number.clear()
         self._heaviest.clear()
@@ -134,7 +134,7 @@ class UnclaimedNotifications:
             del self._shares[share.peer], self._by_number[share.number]
 
     def _note(self, share: _Share) -> None:
-        """The weight of a share has changed."""
+        """Record that the weight of a share has changed."""
         heappush(self._heaviest, _key(share))
         if len(self._heaviest) > 64 + 4 * len(self._shares):
             self._note_all()

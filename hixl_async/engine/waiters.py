@@ -1,4 +1,4 @@
-"""Waiting for events that have a name, any number of tasks at once."""
+"""Waiting for events that have a key, by any number of tasks at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Waiters"]
 
 
 class Waiters:
-    """Futures by key.  Every waiter has its own: cancelling one wait disturbs no other.
+    """The waiting tasks by key.  Each task has its own future, so that cancelling one wait affects no other.
 
     :param loop: the loop on which tasks wait and are woken.
     """

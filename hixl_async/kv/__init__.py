@@ -2,11 +2,11 @@
 
 ======================  ==================================================================================
 `Layout`                shapes and bytes of a paged cache
-`Pool`                  lends blocks of one region, all or nothing
+`Pool`                  a pool of blocks in one region, reserved all or nothing
 `Blocks`                reserved blocks: a ticket and a stream as a target, ``blocks[i]`` as a source
 `LayerStream`           the consumer's side: layers as they land
 `PushStream`            the producer's side: ``push`` from any thread
-`Ticket`                what `Blocks` grant and a producer uses, once
+`Ticket`                the right to fill blocks, which `Blocks` grant and a producer uses once
 `Outcome`, `Verdict`    the end of a stream
 ======================  ==================================================================================
 """

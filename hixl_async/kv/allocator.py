@@ -1,5 +1,7 @@
-"""The state of each block of a pool.  Pure: no engine, no loop; a request that has to wait is an object that is granted
-later."""
+"""The state of each block of a pool.
+
+Pure: no engine, no loop; a request that has to wait is an object that is granted later.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class Allocator:
         if order is not None:
             self._order = tuple(order)
             self._rank = {block: rank for rank, block in enumerate(self._order)}
-        self._fresh = 0  # this rank and those above were never lent
+        self._fresh = 0  # this rank and those above it were never lent
         self._returned: list[int] = []  # a heap of the free ranks below
         self._states: dict[int, BlockState] = {}  # of the blocks that are not free
         self._counts = [blocks, 0, 0]
@@ -85,7 +87,7 @@ class Allocator:
         return self._grant()
 
     def quarantine(self, ids: Sequence[int]) -> None:
-        """Keep reserved blocks that were given back, because a peer or a push may still touch them."""
+        """Quarantine reserved blocks that were given back, because a peer or a push may still touch them."""
         self._move(ids, {BlockState.RESERVED}, BlockState.QUARANTINED)
 
     def release(self, ids: Sequence[int]) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Reserved blocks: what a pool lends, and when they may go back."""
+"""Reserved blocks of a pool, and when they may return to it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ..core.unpicklable import unpicklable
 from ..engine.arguments import positive_seconds, whole_number
 from ..engine.started import Started
 from ..errors import ClosedError, InvalidArgumentError, RangeError
@@ -16,7 +17,7 @@ from .stream import Consumer, LayerStream
 
 __all__ = ["Blocks", "LayerBlocks", "Reservation", "lease_of"]
 
-#: Seconds that a ticket waits for its producer, and that a stream waits for its next layer, where the caller says nothing.
+#: The default seconds that a ticket waits for its producer, and that a stream waits for its next layer.
 TTL, STALL = 60.0, 10.0
 
 #: Issues the ticket for a lease, with its ttl, stall and timeout in seconds.
@@ -33,14 +34,16 @@ class LayerBlocks(NamedTuple):
 
 
 class Blocks:
-    """Blocks of a pool, reserved until `aclose`; an async context manager, made by ``pool.reserve()``.
+    """Reserved blocks of a pool, made by ``pool.reserve()``; an async context manager.
 
-    As a target: `ticket` is what the producer needs, `stream` tells which layers are there.  As a source: ``blocks[i]``
-    is what ``push`` takes.  Closing never waits for a peer: blocks that a peer could still write, or that a push still
-    reads, go to quarantine and return to the pool when that has ended.
+    As a target, the producer needs their `ticket`, and `stream` reports the layers that have landed.  As a source, ``push``
+    takes ``blocks[i]``.  Closing never waits for a peer: blocks that a peer could still write, or that a push still reads, are
+    quarantined and return to the pool when that is over.
 
-    Blocks to which neither the program nor a stream of the program refers any more are closed with a ResourceWarning.
+    Blocks are closed with a ResourceWarning when the last reference to them and to their stream is dropped.
     """
+
+    __reduce__ = unpicklable("send blocks.ticket(), with which the other process fills them")
 
     def __init__(self, lease: Lease, grant: Grant) -> None:
         #: The block ids, in the order of the tokens.
@@ -48,7 +51,7 @@ class Blocks:
         self._lease = lease
         self._grant_ticket = grant
         self._consumer: Consumer | None = None
-        # Weak, since the stream refers to the blocks, and a loss is to be noticed without waiting for the collector.
+        # Weak, because the stream refers to the blocks, and a lost object must be noticed without the garbage collector.
         self._stream: weakref.ref[LayerStream] | None = None
 
     def __repr__(self) -> str:
@@ -68,9 +71,10 @@ class Blocks:
     def __getitem__(self, layer: int) -> LayerBlocks:
         """Return one layer of these blocks, to be pushed.
 
-        :param layer: index of the layer.
+        :param layer: the index of the layer.
+        :return: the source for ``push``.
         :raises RangeError: if there is no such layer.
-        :raises InvalidArgumentError: if it is no whole number.
+        :raises InvalidArgumentError: if `layer` is not a whole number.
         :raises ClosedError: if the blocks were given back.
         """
         self._lease.check_open()
@@ -82,13 +86,14 @@ class Blocks:
     def ticket(
         self, *, ttl: float | None = None, stall: float | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
-        """Return the right to fill these blocks, once, as a JSON-safe dict for one producer; the same one at every call.
+        """Return the right to fill these blocks once, for one producer; the same one at every call.
 
-        Any process that holds it can use it: send it over a channel you trust.
+        Any process that holds the ticket can use it: send it over a channel you trust.
 
-        :param ttl: seconds within which the producer has to open it (60).
-        :param stall: seconds without a new layer after which the open stream fails (10).
-        :param timeout: seconds from now after which the stream fails, whatever the progress; default none.
+        :param ttl: seconds within which the producer has to open it; default 60.
+        :param stall: seconds without a new layer after which the open stream fails; default 10.
+        :param timeout: seconds from now after which the stream fails, whatever its progress; default: no limit.
+        :return: the ticket as a JSON-safe dict.
         :raises InvalidArgumentError: if the times are given again after the first call, or are not positive.
         :raises AccessError: if the pool's ``access`` does not let peers write.
         :raises ClosedError: if the blocks or the pool are closed.
@@ -96,8 +101,11 @@ class Blocks:
         return self._grant(ttl, stall, timeout).ticket.body()
 
     def stream(self) -> LayerStream:
-        """Return the layers as they land; the same object at every call.  Grants the ticket if `ticket` has not yet.
+        """Return the stream of the layers that land; the same object at every call.
 
+        The ticket is granted if `ticket` was not called before.
+
+        :return: the stream, to iterate or to wait on.
         :raises AccessError: if the pool's ``access`` does not let peers write.
         :raises ClosedError: if the blocks or the pool are closed.
         """
@@ -125,17 +133,17 @@ class Blocks:
         return self._consumer
 
     async def fenced(self) -> None:
-        """Wait until no peer can write these blocks any more, whatever the stream's outcome was; that may never come.
+        """Wait until no peer can write these blocks, whatever the outcome of the stream; this may never happen.
 
-        :raises ClosedError: if the pool is closed before.
+        :raises ClosedError: if the pool is closed first.
         """
         if self._consumer is not None:
             await self._consumer.fenced()
 
     def aclose(self) -> Coroutine[Any, Any, None]:
-        """Give the blocks back at the call, aborting a stream that has not ended.  Idempotent.
+        """Give the blocks back at the call, and abort a stream that has not ended.  Idempotent.
 
-        :return: an awaitable that waits for nothing, as other resources have it: closing never waits for a peer.
+        :return: an awaitable, for uniformity with other resources; it is done at once, because closing never waits for a peer.
         """
         _give_back(self._lease, self._consumer, "the consumer gave its blocks back")
         return Started(_nothing)
@@ -190,7 +198,7 @@ class Reservation(Awaitable[Blocks]):
         if self._blocks is not None:
             await self._blocks.aclose()
 
-    if not TYPE_CHECKING:  # type checkers know by themselves that it has no such attributes
+    if not TYPE_CHECKING:  # type checkers report missing attributes by themselves
 
         def __getattr__(self, name: str) -> Any:
             if name == "ids" or (not name.startswith("_") and hasattr(Blocks, name)):

@@ -1,4 +1,4 @@
-"""The common ground of a pool's parts: its engine, its memory, and the tasks that work for it."""
+"""The state that a pool's parts share: its engine, its memory, and its tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["PoolContext"]
 class PoolContext:
     """The part of a pool that its streams and reservations refer to, instead of the `Pool` itself.
 
-    So the engine, which serves the streams' messages, does not keep a `Pool` alive that the program has lost.
+    The engine, which serves the streams' messages, therefore does not keep a `Pool` alive that the program has lost.
     """
 
     def __init__(self, engine: Engine, name: str, layout: Layout, blocks: int, region: Region) -> None:
@@ -35,7 +35,7 @@ class PoolContext:
         #: The region that holds the blocks.
         self.region = region
         self.poller = EventPoller(self.loop)
-        #: Guards what threads that push share with the loop: the holds on reserved blocks.
+        #: The lock of the holds on reserved blocks, which pushing threads share with the loop.
         self.lock = threading.Lock()
         #: True once the pool refuses new work.
         self.closed = False
@@ -84,9 +84,9 @@ class PoolContext:
     def clean_up(self, work: Callable[..., object], *args: object) -> bool:
         """Have the loop close a resource that the program has lost; for finalizers.
 
-        Finalizers run in any thread and in the middle of any call, so that they can do nothing but this.
+        A finalizer runs in any thread and in the middle of any call, and so cannot close the resource itself.
 
-        :return: False if there is nothing to do, since the pool is closed, or belongs to another process.
+        :return: False if there is nothing to do, because the pool is closed, or belongs to another process.
         """
         if self.closed or self.engine.forked:
             return False

@@ -1,9 +1,9 @@
-"""The shape of a paged KV cache, and what it means in bytes.  Pure: no engine, no loop, and numpy only where the process
-has imported it already.
+"""The shape of a paged KV cache, and its size in bytes.
+
+Pure: no engine, no loop, and numpy only where the process has imported it already.
 
 A pool of `blocks` blocks is one contiguous array of shape ``(layers, 2, blocks, block_tokens, kv_heads, head_dim)``:
-keys and values of a layer lie apart (index 0 and 1 of the second axis), and one block of one layer's keys is one
-contiguous run.
+keys and values of a layer are separate (index 0 and 1 of the second axis), and one block of one layer's keys is contiguous.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ALIASES = {
 }
 
 
-#: Up to so many blocks a Python loop is faster than a dozen calls of numpy.
+#: The most blocks for which a Python loop is faster than a dozen calls of numpy.
 FEW = 16
 
 
@@ -61,8 +61,8 @@ FEW = 16
 class Layout:
     """The shape of a paged KV cache; two sides can stream to each other if all fields are equal.
 
-    :param layers: number of attention layers held here.
-    :param kv_heads: key/value heads per layer held here (under tensor parallelism: those of this rank).
+    :param layers: the number of attention layers held here.
+    :param kv_heads: the key/value heads per layer held here (under tensor parallelism, those of this rank).
     :param head_dim: elements per head.
     :param dtype: the element type: a dtype of torch, numpy or ml_dtypes; or its name (``"bfloat16"``, ``"float16"``,
         ``"float32"``, ``"int8"``, ``"fp8_e4m3"``, ...); or the size of one element in bytes.
@@ -85,41 +85,53 @@ class Layout:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
+        """The bytes of one element."""
         return _ITEM_BYTES[self.dtype] if isinstance(self.dtype, str) else self.dtype
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one layer's keys (or of its values)."""
+        """The bytes of one block of one layer's keys (or of its values)."""
         return self.block_tokens * self.kv_heads * self.head_dim * self.item_bytes
 
     def layer_bytes(self, blocks: int) -> int:
-        """Return the bytes of one layer, keys and values together, in a pool of `blocks` blocks."""
+        """Return the bytes of one layer, keys and values together.
+
+        :param blocks: the size of the pool in blocks.
+        """
         return 2 * blocks * self.block_bytes
 
     def pool_bytes(self, blocks: int) -> int:
-        """Return the bytes of a pool of `blocks` blocks."""
+        """Return the bytes of a pool.
+
+        :param blocks: the size of the pool in blocks.
+        """
         return self.layers * self.layer_bytes(blocks)
 
     def shape(self, blocks: int) -> tuple[int, int, int, int, int, int]:
-        """Return the shape of a pool as an array: ``(layers, 2, blocks, block_tokens, kv_heads, head_dim)``."""
+        """Return the shape of a pool as an array.
+
+        :param blocks: the size of the pool in blocks.
+        :return: ``(layers, 2, blocks, block_tokens, kv_heads, head_dim)``.
+        """
         return (self.layers, 2, blocks, self.block_tokens, self.kv_heads, self.head_dim)
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that hold `tokens` tokens; the last one may be partly used.
+        """Return the number of blocks that hold some tokens; the last one may be partly used.
 
+        :param tokens: the number of tokens.
         :raises InvalidArgumentError: if `tokens` is not a positive integer.
         """
         return -(-_positive("tokens", tokens) // self.block_tokens)
 
     def fields(self) -> dict[str, str | int]:
-        """Return the fields as a JSON-safe dict; `from_fields` is the way back."""
+        """Return the fields as a JSON-safe dict, which `from_fields` accepts."""
         return {name: getattr(self, name) for name in _FIELDS}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Layout:
-        """Return the layout that `fields` describes.
+        """Return the layout that a dict describes.
 
+        :param fields: the fields, as returned by `fields`.
         :raises InvalidArgumentError: if a field is missing, unknown or malformed.
         """
         if not isinstance(fields, Mapping) or set(fields) != set(_FIELDS):
@@ -127,12 +139,15 @@ class Layout:
         return cls(**fields)
 
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits, equal for equal layouts in every process and on every host."""
+        """Return a hash of 16 hexadecimal digits, equal for equal layouts in every process and on every host."""
         text = ";".join(f"{name}={value}" for name, value in self.fields().items())
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def mismatch(self, other: Layout) -> list[str]:
-        """Return the names of the fields in which `other` differs; none if the two can stream to each other."""
+        """Return the names of the fields that differ; an empty list if the two sides can stream to each other.
+
+        :param other: the layout of the other side.
+        """
         return [name for name in _FIELDS if getattr(self, name) != getattr(other, name)]
 
     def rows(
@@ -145,15 +160,15 @@ class Layout:
     ) -> Any:
         """Return descriptors that copy one layer's blocks between two pools: source block *i* to target block *i*.
 
-        Neighbours in both pools become one descriptor.  Where the process has imported numpy there is no Python loop
-        over the blocks, unless they are so few that it is faster.
+        Blocks that are adjacent in both pools become one descriptor.  Where the process has imported numpy there is no Python
+        loop over the blocks, unless they are so few that it is faster.
 
-        :param layer: index of the layer, the same on both sides.
-        :param source_blocks: block ids in the source pool.
-        :param target_blocks: block ids in the target pool, as many as `source_blocks`.
-        :param source_pool_blocks: size of the source pool in blocks.
-        :param target_pool_blocks: size of the target pool in blocks.
-        :returns: a C-contiguous buffer of N x 3 uint64: source offset, target offset, length, in bytes.
+        :param layer: the index of the layer, the same on both sides.
+        :param source_blocks: the block ids in the source pool.
+        :param target_blocks: the block ids in the target pool, as many as `source_blocks`.
+        :param source_pool_blocks: the size of the source pool in blocks.
+        :param target_pool_blocks: the size of the target pool in blocks.
+        :return: a C-contiguous buffer of N x 3 uint64: source offset, target offset, length, in bytes.
         :raises RangeError: if the layer or a block id does not exist, or the two lists are empty or differ in length.
         """
         if not 0 <= layer < self.layers:
@@ -165,7 +180,7 @@ class Layout:
             )
         _check_ids("source", source_blocks, source_pool_blocks)
         _check_ids("target", target_blocks, target_pool_blocks)
-        # Block numbers that run through the whole pool: a layer's keys, then its values, then the next layer.
+        # Block numbers that count through the whole pool: a layer's keys, then its values, then the next layer.
         bases = [((2 * layer + half) * source_pool_blocks, (2 * layer + half) * target_pool_blocks) for half in (0, 1)]
         numpy = sys.modules.get("numpy")
         # Without flatnonzero, another thread is still importing numpy.
@@ -197,7 +212,7 @@ def _element_type(dtype: object) -> str | int:
 
 
 def _type_name(dtype: object) -> str:
-    """Return the name that a library gave its element type; no library is imported for it."""
+    """Return the name that a library gave its element type, without importing the library."""
     if isinstance(dtype, str):
         return dtype
     numpy = sys.modules.get("numpy")

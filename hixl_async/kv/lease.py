@@ -1,4 +1,4 @@
-"""Blocks that are lent, as their pool and its streams know them."""
+"""Lent blocks, as their pool and its streams know them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ __all__ = ["Lease"]
 class Lease:
     """The right to some blocks, from their reservation until no peer and no push can touch them.
 
-    The user has it as `Blocks`; what works in the background refers to the lease alone, so that a `Blocks` that is lost is
-    noticed.
+    The user holds it as `Blocks`.  Background work refers to the lease alone, so that the loss of a `Blocks` object is noticed.
 
-    :param context: of the pool that lends the blocks.
+    :param context: the context of the pool that lends the blocks.
     :param ids: the block ids, in the order of the tokens.
     :param free: called when the blocks can be lent again.
-    :param quarantine: called when they were given back, but are held.
+    :param quarantine: called when they were given back, but are still held.
     """
 
     __slots__ = ("_free", "_holds", "_quarantine", "closed", "context", "ids")
@@ -37,7 +36,7 @@ class Lease:
         self.closed = False
         self._free = free
         self._quarantine = quarantine
-        self._holds = 0  # taken by any thread, given back by the loop: both under the pool's lock
+        self._holds = 0  # incremented by any thread, decremented by the loop: both under the pool's lock
 
     def check_open(self) -> None:
         """Return if the blocks are lent.

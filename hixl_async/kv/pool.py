@@ -1,4 +1,4 @@
-"""A paged KV cache in one region of an engine: lends blocks, and opens streams."""
+"""A paged KV cache in one region of an engine, which lends blocks and opens streams."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..core.unpicklable import unpicklable
 from ..engine.arguments import positive_seconds
 from ..engine.started import Started
 from ..errors import AccessError, BusyError, ClosedError, InvalidArgumentError, RangeError, TicketError
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Pool", "PoolStatistics"]
 
-#: Seconds that closing a pool waits for the peers of open streams, where the caller says nothing.
+#: The default seconds that closing a pool waits for the peers of open streams.
 CLOSE_TIMEOUT = 5.0
 
-# Pools that are being closed; the loop itself keeps only weak references to tasks.
+# Closing tasks of pools, because the loop keeps only weak references to tasks.
 _closings: set[asyncio.Task[None]] = set()
 
 
@@ -56,20 +57,27 @@ class PoolStatistics(NamedTuple):
 class Pool:
     """A paged KV cache that is lent block by block; an async context manager.
 
-    A pool to which the program does not refer any more is closed with a ResourceWarning.
+    A pool is closed with a ResourceWarning when the last reference to it is dropped.
 
     :param engine: the engine that holds the memory.
     :param layout: the shape of the cache.
-    :param blocks: size in blocks.
-    :param name: name of the region, unique in the engine; writable pools have a second one, ``name + ".signals"``.
-    :param access: what peers may do with the memory; ``"none"`` for a pool that is only a source of pushes.
-    :param grant: narrows `access` per peer, as in ``engine.allocate``.
-    :param shuffle: seed of a random order in which blocks are lent; by default the lowest free ids go first.
-    :param memory: where the blocks lie, as for ``engine.register``, of exactly the pool's size; by default new memory.
+    :param blocks: the size in blocks.
+    :param name: the name of the region, unique in the engine; writable pools have a second one, ``name + ".signals"``.
+    :param access: the most that any peer can be given: ``"none"`` (for a pool that is only a source of pushes), ``"read"``,
+        ``"write"`` or ``"read-write"``.
+    :param grant: called with each peer, returns the access that it is given; `access` limits it.
+    :param shuffle: the seed of a random order in which blocks are lent; by default the lowest free ids are lent first.
+    :param memory: the memory of the blocks, a contiguous buffer, a tensor, or an object that numpy can import by DLPack, of
+        exactly the pool's size; by default new memory.
     :raises InvalidArgumentError: if an argument is malformed, or the engine has a region of that name.
+    :raises BufferTypeError: if `memory` has no contiguous memory, or is read-only and `access` lets peers write.
     :raises RangeError: if `memory` has another size.
-    :raises DriverError: if there is not so much memory.
+    :raises BusyError: if the engine exports as many regions as it can.
+    :raises DriverError: if there is not enough memory.
+    :raises ClosedError: if the engine is closed.
     """
+
+    __reduce__ = unpicklable("make one there, with an engine of its own")
 
     _complete = False  # True once `__init__` has succeeded
 
@@ -111,7 +119,7 @@ class Pool:
         #: The region that holds the blocks.
         self.region: Region
         size = layout.pool_bytes(blocks)
-        # First of all, since a machine without so much memory shall fail here, not when the memory is used up.
+        # First, because a machine without enough memory must fail here, and not after other allocations.
         if memory is None:
             self.region = engine.allocate(name, size, access=access, grant=grant)
         else:
@@ -135,7 +143,8 @@ class Pool:
         except BaseException:
             self._revoke_regions()
             raise
-        engine.on_close(_closer(weakref.ref(self)))
+        self._on_engine_close = _closer(weakref.ref(self))
+        engine.on_close(self._on_engine_close)
         self._complete = True
 
     def __repr__(self) -> str:
@@ -148,7 +157,7 @@ class Pool:
 
     @property
     def memory(self) -> memoryview:
-        """The bytes of the pool, an array of the shape ``layout.shape(blocks)``; not on a device."""
+        """The bytes of the pool, to be read as an array of the shape ``layout.shape(blocks)``; not for device memory."""
         return memoryview(self.region)
 
     @property
@@ -170,21 +179,22 @@ class Pool:
     def reserve(self, *, tokens: int | None = None, blocks: int | None = None) -> Reservation:
         """Reserve blocks for so many tokens, or so many blocks: all or nothing, first come, first served.
 
-        :param tokens: number of tokens that the blocks have to hold.
-        :param blocks: number of blocks.
-        :return: a `Reservation`: await it, or enter it with ``async with``; that is when the place in the queue is taken.
-            Cancelling the wait loses nothing.
+        :param tokens: the number of tokens that the blocks have to hold.
+        :param blocks: the number of blocks.
+        :return: a `Reservation`: await it, or enter it with ``async with``; it joins the queue at that moment.  Cancelling the
+            wait leaks no blocks.
         :raises InvalidArgumentError: if not exactly one of the two is given, or it is not a positive integer.
         :raises RangeError: if the pool is smaller than that.
-        :raises ClosedError: if the pool is closed, now or while waiting.
+        :raises ClosedError: if the pool is closed, at the call or while waiting.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
         return Reservation(partial(self._reserve, self._count(tokens, blocks)))
 
     def reserve_nowait(self, *, tokens: int | None = None, blocks: int | None = None) -> Blocks:
         """Reserve blocks like `reserve`, but raise where that would have to wait.
 
-        :param tokens: number of tokens that the blocks have to hold.
-        :param blocks: number of blocks.
+        :param tokens: the number of tokens that the blocks have to hold.
+        :param blocks: the number of blocks.
         :return: the blocks, to be closed by the caller.
         :raises InvalidArgumentError: if not exactly one of the two is given, or it is not a positive integer.
         :raises RangeError: if the pool is smaller than that.
@@ -203,7 +213,7 @@ class Pool:
     def _count(self, tokens: int | None, blocks: int | None) -> int:
         self._context.check_usable()
         if (tokens is None) == (blocks is None):
-            raise InvalidArgumentError("say either tokens=... or blocks=...")
+            raise InvalidArgumentError("pass either tokens=... or blocks=...")
         if tokens is not None:
             blocks = self.layout.blocks_for(tokens)
         if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
@@ -222,7 +232,7 @@ class Pool:
                 await future
                 self._context.check_usable()
             except BaseException:
-                # Perhaps granted in the same moment: then the blocks go on to the next request.
+                # It may have been granted at the same moment; then the blocks pass to the next request.
                 self._wake(self._allocator.withdraw(request))
                 raise
             finally:
@@ -254,17 +264,18 @@ class Pool:
     def open_stream(self, peer: Peer, ticket: dict[str, Any], *, timeout: float = 10.0) -> PushStream:
         """Make a stream of this pool's blocks into those of a consumer's ticket.
 
-        :param peer: the consumer, connected.
-        :param ticket: what the consumer's ``blocks.ticket()`` returned.
-        :param timeout: seconds for opening, and for the end: from the last landing until all is drained and
-            acknowledged.
-        :return: the stream: enter it with ``async with``, or await it; that is when it is opened.
+        :param peer: the consumer, a connected peer of the pool's engine.
+        :param ticket: the dict that the consumer's ``blocks.ticket()`` returned.
+        :param timeout: seconds for opening, and also for the end: from the last landing until all is drained and acknowledged.
+        :return: the stream: enter it with ``async with``, or await it; it is opened at that moment.
         :raises TicketError: if the ticket is malformed, or was issued by another engine or an earlier incarnation of
-            it; on entering, also if it is unknown to the consumer, used or expired, or was changed on its way.
+            it; on entering, also if it is unknown to the consumer, was used before, has expired, or was changed.
         :raises LayoutMismatchError: on entering, if the consumer's layout differs; the message lists the fields.
         :raises StreamAbortedError: on entering, if the consumer gave up meanwhile.
+        :raises PeerDownError: on entering, if the peer is down, or goes down meanwhile.
         :raises WaitTimeoutError: on entering, if opening takes longer than `timeout`.
-        :raises InvalidArgumentError: if `timeout` is not a positive number.
+        :raises InvalidArgumentError: if `timeout` is not a positive number, or `peer` is not a peer of the pool's engine.
+        :raises ClosedError: if the pool is closed.
         """
         self._context.check_usable()
         if not hasattr(peer, "identity"):
@@ -291,10 +302,10 @@ class Pool:
     def aclose(self, *, timeout: float = CLOSE_TIMEOUT) -> Coroutine[Any, Any, None]:
         """Close the pool at the call: refuse new work, end all streams, take all blocks back, close the regions.  Idempotent.
 
-        :param timeout: seconds to wait for the peers of open streams; after that the regions are closed without them,
-            and the engine sees to it that what they still write reaches no other memory.  With ``memory=`` it reaches
-            that: await ``pool.region.released()`` before it is used for other things.
-        :return: an awaitable that waits until all of that is done.
+        :param timeout: seconds to wait for the peers of open streams; after that the regions are closed without them.  The
+            engine keeps memory that they may still write pinned.  With ``memory=``, await ``pool.region.released()`` before
+            using the memory for other things.
+        :return: an awaitable that waits until the pool is closed.
         :raises InvalidArgumentError: if `timeout` is neither a positive number nor 0; nothing is closed then.
         """
         self._begin_closing(0 if timeout == 0 else positive_seconds("timeout", timeout))
@@ -316,6 +327,7 @@ class Pool:
         if self.closed:
             return
         self._context.closed = True
+        self.engine.remove_close_callback(self._on_engine_close)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ClosedError(f"pool {self.name!r} was closed"))
@@ -338,7 +350,7 @@ class Pool:
         await self._close_regions()
 
     def _revoke_regions(self) -> None:
-        """Free the names of the regions at once; memory that is in use stays until its last use ends."""
+        """Free the names of the regions at once; memory that is in use stays pinned until its last use ends."""
         if self._words is not None:
             self._words.release()
         if self._signals is not None:

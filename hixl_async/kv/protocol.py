@@ -1,4 +1,4 @@
-"""The messages between the two sides of a stream.  Pure, and the only place that knows the form on the wire.
+"""The messages between the two sides of a stream.  Pure, and the only module that knows their encoding.
 
 ::
 
@@ -7,13 +7,12 @@
                                             <- post   Abort {id, reason}: gives up
     End   {id, complete, reason}         request ->   replies with the Outcome
 
-The consumer decides the outcome: it alone turns "all layers are there" into *finished*, and its `Abort` is final.  `End`
-is sent when nothing of the producer's can touch the consumer's blocks any more; it is the last message, and it acknowledges
-an `Abort`.  Layers do not travel as messages: the driver stores the stream's generation into the
-word of each layer after its data.
+The consumer decides the outcome: only it declares a stream with all layers *finished*, and its `Abort` is final.  `End` is sent
+when the producer can no longer touch the consumer's blocks; it is the last message, and it acknowledges an `Abort`.  Layers do
+not travel as messages: the driver stores the stream's generation into the word of each layer after its data.
 
-A ticket reaches the producer over channels that this package does not control.  So `Open` carries a digest of the ticket as the
-producer read it, and the consumer compares it with what it issued: no block is written that was not granted.
+A ticket reaches the producer over channels that this package does not control.  Therefore `Open` carries a digest of the ticket
+as the producer read it, and the consumer compares it with the ticket that it issued: only granted blocks are written.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ..control import printable
 from ..errors import (
     HixlError,
     InvalidArgumentError,
@@ -73,7 +73,7 @@ def service(pool: str) -> str:
 def check_reason(reason: object) -> None:
     """Return if `reason` can be sent as the reason of an end.
 
-    :raises InvalidArgumentError: if it is no string.
+    :raises InvalidArgumentError: if it is not a string.
     """
     if not isinstance(reason, str):
         raise InvalidArgumentError(f"reason must be a string, not {reason!r}")
@@ -94,7 +94,7 @@ class Verdict(Enum):
     REFUSED = "refused"
     #: The producer's ticket differs from the one that was issued.
     INVALID_TICKET = "invalid-ticket"
-    #: It ended before it was open on this side, so that nothing was written.
+    #: The stream ended before it was open on this side, so that nothing was written.
     VOID = "void"
 
 
@@ -109,17 +109,17 @@ _ERRORS: dict[Verdict, type[HixlError]] = {
 
 
 class Outcome(NamedTuple):
-    """The one end of a stream, as one side sees it."""
+    """The end of a stream, as one side sees it."""
 
-    #: The way in which it ended.
+    #: The way in which the stream ended.
     verdict: Verdict
-    #: An explanation for people; empty if it finished.
+    #: An explanation for people; empty if the stream finished.
     reason: str = ""
 
     def error(self, peer: Peer | None = None) -> HixlError | None:
-        """Return a fresh exception for this outcome, or None if it is *finished*.
+        """Return a new exception for this outcome, or None if it is *finished*.
 
-        :param peer: the other side, to be named by the exception.
+        :param peer: the other side, which the exception names.
         """
         if self.verdict is Verdict.FINISHED:
             return None
@@ -129,14 +129,16 @@ class Outcome(NamedTuple):
         return error
 
     def body(self) -> dict[str, Any]:
-        """Return the reply to `End`, which has only two words: the reason tells all else."""
+        """Return the reply to `End`, which has only two outcomes; the reason says more."""
         finished = self.verdict is Verdict.FINISHED
         return {"outcome": "finished" if finished else "aborted", "reason": self.reason[:REASON_CHARACTERS]}
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Outcome:
-        """Read the reply to `End`.
+        """Parse the reply to `End`.
 
+        :param body: the body of the reply.
+        :return: the outcome.
         :raises ProtocolError: if it is malformed.
         """
         word = _field(body, "outcome", str)
@@ -149,7 +151,7 @@ class Outcome(NamedTuple):
 class Ticket:
     """The right to fill certain blocks of one pool of one incarnation of one engine, once.
 
-    Made by ``blocks.ticket()``, which returns it as a dict.
+    ``blocks.ticket()`` returns it as a dict.
     """
 
     #: A random name of the ticket, and of its stream.
@@ -172,7 +174,7 @@ class Ticket:
     blocks: tuple[int, ...]
     #: The index of the stream's row of words in the region `signals`.
     slot: int
-    #: The value of a word whose layer has landed.
+    #: The value that a layer's word has once the layer has landed.
     generation: int
     #: The fingerprint of the consumer's layout.
     layout: str
@@ -183,7 +185,7 @@ class Ticket:
         return {"version": VERSION, **body, "blocks": list(self.blocks)}
 
     def digest(self) -> str:
-        """Return 32 hexadecimal digits that differ as soon as any field does.
+        """Return 32 hexadecimal digits that change with any field.
 
         They are the first 128 bits of the SHA-256 of the body as JSON in ASCII, with sorted keys and without spaces.
         """
@@ -192,16 +194,17 @@ class Ticket:
 
     @classmethod
     def parse(cls, body: Any) -> Ticket:
-        """Read the dict of a ticket.
+        """Parse the dict of a ticket.
 
-        :param body: what ``blocks.ticket()`` returned, perhaps after a way through JSON.
+        :param body: the dict that ``blocks.ticket()`` returned; it may have passed through JSON.
+        :return: the ticket.
         :raises TicketError: if it is malformed, or of another version of the protocol.
         """
         try:
             if not isinstance(body, Mapping):
                 raise ProtocolError("a ticket is a dict")
             if _field(body, "version", int) != VERSION:
-                raise ProtocolError(f"its version is not the {VERSION} that this package speaks")
+                raise ProtocolError(f"its version is not {VERSION}, which this package supports")
             if unknown := body.keys() - _TICKET_FIELDS:
                 raise ProtocolError(f"a ticket has no field {min(map(repr, unknown))[:40]}")
             ticket = cls(
@@ -220,12 +223,12 @@ class Ticket:
             )
             ticket._check()
         except ProtocolError as error:
-            raise TicketError(f"this is no valid ticket: {error}") from None
+            raise TicketError(f"this is not a valid ticket: {error}") from None
         return ticket
 
     def _check(self) -> None:
-        # The number of blocks comes first, since the others are measured by it.  No message shows a number that Python may
-        # refuse to print.
+        # The number of blocks comes first, because other fields are checked against it.  No message contains a number that
+        # Python may refuse to print.
         if not 0 < self.pool_blocks < POOL_BLOCKS:
             raise ProtocolError("'pool_blocks' is out of range")
         if not self.blocks or any(type(block) is not int for block in self.blocks):
@@ -243,7 +246,7 @@ _TICKET_FIELDS = {"version", *Ticket.__dataclass_fields__}
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Producer to consumer, request: this ticket is used now."""
+    """The producer's request to use a ticket."""
 
     id: str
     digest: str
@@ -257,7 +260,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Producer to consumer, request: no transfer of the stream can touch the consumer's blocks any more."""
+    """The producer's request to end a stream, none of whose transfers can touch the consumer's blocks any more."""
 
     id: str
     complete: bool
@@ -270,7 +273,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Consumer to producer, post: stop, and send `End` as soon as it is true."""
+    """The consumer's message that the producer must stop, and send `End` when its transfers have drained."""
 
     id: str
     reason: str
@@ -281,7 +284,7 @@ class Abort:
 
 
 def parse(body: Mapping[str, Any]) -> Open | End | Abort:
-    """Read a message.
+    """Parse a message.
 
     :raises ProtocolError: if it is malformed.
     """
@@ -307,4 +310,4 @@ def _field(body: Mapping[str, Any], name: str, kind: type[_Kind]) -> _Kind:
 
 
 def _reason(body: Mapping[str, Any]) -> str:
-    return _field(body, "reason", str)[:REASON_CHARACTERS]
+    return printable(_field(body, "reason", str), REASON_CHARACTERS)

@@ -1,4 +1,4 @@
-"""The producer's side of a stream: layers leave as soon as they are ready, and the consumer decides how it ended."""
+"""The producer's side of a stream: layers are sent as soon as they are ready, and the consumer decides the outcome."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..core.unpicklable import unpicklable
 from ..engine.arguments import whole_number
 from ..engine.started import Started
 from ..engine.waiters import Waiters
@@ -44,18 +45,20 @@ END = "end"
 
 
 class PushStream:
-    """A stream of one request's layers into the consumer's blocks; an async context manager, or awaitable for itself.
+    """A stream of one request's layers into the consumer's blocks, made by ``pool.open_stream()``.
 
-    Made by ``pool.open_stream()``.  `push` is legal from any thread; everything else belongs to the engine's loop.
-    Leaving the context waits until all transfers are drained and the consumer has acknowledged the outcome; leaving it by
-    an exception, or before all layers were pushed, aborts the stream.
+    Enter it as an async context manager, or await it to get the opened stream.  `push` is legal from any thread; everything
+    else belongs to the engine's loop.  Leaving the context waits until all transfers are drained and the consumer has
+    acknowledged the outcome; leaving it by an exception, or before all layers were pushed, aborts the stream.
 
-    A stream that lacks layers, and to which the program does not refer any more, is aborted with a ResourceWarning.
+    A stream that lacks layers is aborted with a ResourceWarning when the last reference to it is dropped.
     """
+
+    __reduce__ = unpicklable("open one there, with a pool of its own")
 
     def __init__(self, producer: Producer, pool: object) -> None:
         self._producer = producer
-        self._pool = pool  # which stays open as long as the program can push from it
+        self._pool = pool  # keeps the pool open as long as the program can push from it
 
     def __repr__(self) -> str:
         state = self._producer.state
@@ -86,21 +89,23 @@ class PushStream:
         return self._producer.state.outcome
 
     def push(self, layer: int, source: LayerBlocks, *, ready: Ready = None) -> None:
-        """Hand a layer over; returns at once, from any thread.
+        """Queue a layer to be sent, and return at once; legal from any thread.
 
-        Layers leave in the order of the calls, each when its mark says so.  The source blocks stay reserved until the
-        stream is drained, even if their `Blocks` are closed meanwhile.
+        Layers are sent in the order of the calls, each once it is ready.  The source blocks stay reserved until the stream is
+        drained, even if their `Blocks` are closed meanwhile.
 
-        :param layer: index of the layer; each is pushed once, in any order.
-        :param source: ``blocks[layer]`` of blocks of this stream's pool.  They may be fewer than the consumer's blocks,
-            of which they fill the first ones.
-        :param ready: None (now), an event with ``query()`` (a device event; one of torch's that was never recorded is not
-            ready) or ``is_set()``, or a callable that returns True once the layer may be read.  It is called on the loop,
-            often, and must not block.
+        :param layer: the index of the layer; each is pushed once, in any order.
+        :param source: ``blocks[layer]`` of blocks of this stream's pool.  If they are fewer than the consumer's blocks, they
+            fill the first of these.
+        :param ready: None (ready now), an event with ``query()`` (a device event; a torch event that was never recorded is not
+            ready) or ``is_set()``, or a callable that returns True once the layer may be read.  It is called often, on the
+            loop's thread, and must not block.
         :raises RangeError: if the layer does not exist, or there are more source blocks than the consumer has.
-        :raises InvalidArgumentError: if the layer is no whole number or was pushed before, or `source` is not that layer
-            of blocks of this pool.
-        :raises StreamAbortedError: if the stream was aborted; likewise `PeerLostError` and `TransferTimeoutError`.
+        :raises InvalidArgumentError: if `layer` is not a whole number or was pushed before, `source` is not that layer of
+            blocks of this pool, or `ready` is of none of these kinds.
+        :raises StreamAbortedError: if the stream was aborted.
+        :raises PeerLostError: if the consumer was lost.
+        :raises TransferTimeoutError: if the end of the stream took longer than its timeout.
         :raises ClosedError: if the stream was never opened, or the source blocks are closed.
         """
         self._producer.push(layer, source, ready)
@@ -108,9 +113,9 @@ class PushStream:
     def abort(self, reason: str = "the producer aborted the stream") -> Coroutine[Any, Any, Outcome]:
         """Give the stream up at the call; no effect if it has ended.
 
-        :param reason: text for the errors of both sides.
+        :param reason: the text for the errors of both sides.
         :return: an awaitable of the outcome, which the consumer has acknowledged.
-        :raises InvalidArgumentError: if `reason` is no string.
+        :raises InvalidArgumentError: if `reason` is not a string.
         :raises ClosedError: on awaiting, if the stream was never opened.
         """
         check_reason(reason)
@@ -118,7 +123,7 @@ class PushStream:
         return Started(self._producer.ended)
 
     async def finished(self) -> None:
-        """Wait until the stream has ended and is drained; returns if the consumer has all layers.
+        """Wait until the stream has ended and is drained, and raise its error unless the consumer has all layers.
 
         :raises StreamAbortedError: if either side aborted it.
         :raises TicketError: if it could not be opened.
@@ -166,15 +171,15 @@ class OutgoingStreams(Protocol):
 
 
 class Producer:
-    """The producer's end of one stream, from its opening until nothing of it is in flight any more.
+    """The producer's end of one stream, from its opening until nothing of it is in flight.
 
-    It works for as long as that takes, even if the program has lost its `PushStream`.
+    It works until then, even if the program has lost its `PushStream`.
 
-    :param context: of the producer's pool.
+    :param context: the context of the producer's pool.
     :param peer: the consumer.
     :param ticket: the consumer's ticket.
-    :param timeout: seconds for opening, and for the end.
-    :param streams: where the stream is known while it may get messages.
+    :param timeout: seconds for opening, and also for the end.
+    :param streams: the registry in which the stream is known while messages for it may arrive.
     """
 
     def __init__(
@@ -191,13 +196,13 @@ class Producer:
         self._timeout = timeout
         self._waiters = Waiters(self._loop)
         self._cause: BaseException | None = None
-        self._lock = threading.Lock()  # guards what is shared with the threads that push
+        self._lock = threading.Lock()  # guards the state that is shared with pushing threads
         self._sender = Sender(context, ticket, self.state, self._lock, self._advance, self._fail)
 
-    # ---- what the program asks ----
+    # ---- calls of the program ----
 
     def push(self, layer: int, source: LayerBlocks, ready: Ready) -> None:
-        """See `PushStream.push`."""
+        """Queue a layer to be sent; see `PushStream.push`."""
         question, layer = predicate(ready), whole_number("layer", layer)
         with self._lock:
             self.state.check(layer)
@@ -237,7 +242,7 @@ class Producer:
             self._change(self.state.close)
 
     async def ended(self) -> Outcome:
-        """Wait until the stream has ended and is drained, or until that has taken too long.
+        """Wait until the stream has ended and is drained, or until its timeout has passed.
 
         :raises ClosedError: if the stream was never opened.
         """
@@ -257,16 +262,16 @@ class Producer:
     # ---- opening ----
 
     async def open(self) -> None:
-        """Ask the consumer; see ``Pool.open_stream`` for what it raises."""
+        """Ask the consumer to accept the ticket; ``Pool.open_stream`` lists the errors."""
         self.context.check_usable()
         self.state.begin()
         granted = False
         try:
-            # Before the consumer is asked, since its abort may arrive before its reply has been read.
+            # Before the consumer is asked, because its abort may arrive before its reply has been read.
             self._streams.add_outgoing(self)
             self.peer.add_lost_callback(self._on_lost)
             async with asyncio.timeout(self._timeout):
-                granted = True  # perhaps: once the request has left, its fate is unknown until it is answered
+                granted = True  # possibly: once the request is sent, its outcome is unknown until the reply
                 try:
                     await self._ask()
                 except StreamError:
@@ -278,7 +283,7 @@ class Producer:
                 self._sender.aim(remote, signals)
         except BaseException as error:
             if granted:
-                # It follows the request on the same connection, so that it is right in either case.
+                # It follows the request on the same connection, and so is correct in both cases.
                 with suppress(HixlError):
                     end = End(self.ticket.id, False, f"the producer could not open the stream: {type(error).__name__}")
                     self.peer.post(service(self.ticket.pool), end.body())
@@ -298,20 +303,20 @@ class Producer:
         message = Open(self.ticket.id, self.ticket.digest(), self.context.name, self.context.layout.fields())
         try:
             await self.peer.request(service(self.ticket.pool), message.body(), timeout=self._timeout)
-        except InvalidArgumentError:  # the peer serves no such name
+        except InvalidArgumentError:  # the peer does not serve this name
             raise TicketError("the pool of this ticket is closed", peer=self.peer.name) from None
 
     def _check_claims(self, remote: RemoteRegion, signals: RemoteRegion) -> None:
         layout, ticket = self.context.layout, self.ticket
         if ticket.layers != layout.layers:
             raise TicketError(
-                f"the ticket speaks of {ticket.layers} layers, but the layout has {layout.layers}", peer=self.peer.name
+                f"the ticket names {ticket.layers} layers, but the layout has {layout.layers}", peer=self.peer.name
             )
         pool_bytes = layout.pool_bytes(ticket.pool_blocks)
         signal_bytes = ticket.pool_blocks * ticket.layers * WORD
         if remote.size != pool_bytes or signals.size != signal_bytes:
             raise TicketError(
-                f"the ticket speaks of {pool_bytes} and {signal_bytes} bytes, but the regions {remote.name!r} "
+                f"the ticket implies {pool_bytes} and {signal_bytes} bytes, but the regions {remote.name!r} "
                 f"and {signals.name!r} have {remote.size} and {signals.size}",
                 peer=self.peer.name,
             )
@@ -319,7 +324,7 @@ class Producer:
     # ---- events ----
 
     def on_abort(self, peer: Peer, message: Abort) -> None:
-        """Take the consumer's message that it gave up."""
+        """Handle the consumer's message that it gave up."""
         if peer is self.peer:
             self._change(self.state.abort, message.reason)
 
@@ -332,7 +337,7 @@ class Producer:
         self.stop(reason)
 
     def _change(self, change: Callable[..., bool], *arguments: Any) -> None:
-        """Change the state, and draw the consequences."""
+        """Change the state, and act on the change."""
         with self._lock:
             stopped = change(*arguments)
         if stopped:
@@ -348,7 +353,7 @@ class Producer:
     # ---- the end ----
 
     async def _conclude(self) -> None:
-        """Wait until nothing is in flight, then ask the consumer for the outcome."""
+        """Wait until all transfers are drained, then ask the consumer for the outcome."""
         patience = self._loop.call_later(self._timeout, self._give_up)
         try:
             await self._sender.drained()
@@ -356,14 +361,14 @@ class Producer:
                 await self._say_end()
         finally:
             patience.cancel()
-            if self.state.outcome is None:  # the pool waits no longer
+            if self.state.outcome is None:  # the pool no longer waits
                 self._give_up()
             self._finish()
 
     async def _say_end(self) -> None:
         name, body = service(self.ticket.pool), self.state.end(self.ticket.id).body()
         try:
-            if self.state.outcome is not None:  # the consumer gave up, or this side waits no longer
+            if self.state.outcome is not None:  # the consumer gave up, or this side no longer waits
                 self.peer.post(name, body)
                 return
             answer = Outcome.parse(await self.peer.request(name, body, timeout=self._timeout))

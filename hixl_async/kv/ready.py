@@ -1,4 +1,4 @@
-"""Marks that tell when a layer may be read, of all kinds."""
+"""The kinds of marks by which a program says that a layer may be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HANDLES = ("npu_event", "cuda_event", "event_id")
 
 
 def predicate(ready: Ready) -> Callable[[], Any] | None:
-    """Return the question to ask of a ready mark; None if there is none to ask.
+    """Return the function that tells if a ready mark is set; None if the layer is ready now.
 
     :raises InvalidArgumentError: if `ready` is neither None, nor has ``query()`` or ``is_set()``, nor can be called.
     """
@@ -25,7 +25,7 @@ def predicate(ready: Ready) -> Callable[[], Any] | None:
     query = getattr(ready, "query", None)
     if callable(query):
         handle = next((name for name in HANDLES if hasattr(ready, name)), None)
-        # An event that was never recorded reports to be done, but nothing has been computed yet.
+        # An event that was never recorded reports that it is done, although nothing has been computed yet.
         return query if handle is None else lambda: getattr(ready, handle) and query()
     is_set = getattr(ready, "is_set", None)
     if callable(is_set):

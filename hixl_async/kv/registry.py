@@ -1,4 +1,4 @@
-"""The streams of a pool by the ids of their tickets: tickets are issued here, and every message finds its stream."""
+"""The streams of a pool by the ids of their tickets: it issues tickets, and delivers messages to their streams."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ __all__ = ["StreamRegistry"]
 class StreamRegistry:
     """The streams of one pool, into it and out of it.
 
-    A stream is known here until no more messages of its other side are to be expected, which may be longer than its blocks
-    are lent.
+    A stream is known here until no more messages of its other side can arrive, which may be longer than its blocks are lent.
 
-    :param context: of the pool; its engine serves the messages from now on.
+    :param context: the context of the pool; its engine serves the messages from now on.
     :raises InvalidArgumentError: if the engine has a pool of that name.
     """
 
@@ -34,12 +33,12 @@ class StreamRegistry:
         self.incoming: dict[str, Consumer] = {}
         self.outgoing: dict[str, Producer] = {}
         self._context = context
-        # Never the same twice in a slot, and hard to guess; small enough for JSON readers that only know doubles.
+        # Never the same twice in a slot, and hard to guess; small enough for JSON readers that use doubles.
         self._generations = itertools.count(1 + secrets.randbits(48))
         context.engine.serve(service(context.name), self._on_message)
 
     def close(self) -> None:
-        """Serve no more messages."""
+        """Stop serving messages."""
         self._context.engine.unserve(service(self._context.name))
 
     def grant(self, lease: Lease, words: memoryview, ttl: float, stall: float, timeout: float | None) -> Consumer:
@@ -70,7 +69,7 @@ class StreamRegistry:
         return consumer
 
     def add_outgoing(self, producer: Producer) -> None:
-        """Make an opening stream known.
+        """Add a stream that is being opened.
 
         :raises TicketError: if another stream of this pool uses its ticket.
         """
@@ -87,7 +86,7 @@ class StreamRegistry:
         self.incoming.pop(consumer.ticket.id, None)
 
     def _on_message(self, peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
-        # Replies at once, so that the messages of one peer are handled in their order.
+        # The reply is immediate, so that the messages of one peer are handled in order.
         message = parse(body)
         if isinstance(message, Abort):
             outgoing = self.outgoing.get(message.id)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Sender"]
 
-#: Layers in flight share the link, and one that waits for its turn lands no later.  So only as many are in flight as keep the
-#: link busy: this many bytes, and at least two layers.
+#: The most bytes of layers in flight, beyond two layers.  Layers in flight share the link, so that a layer lands no later if it
+#: waits for its turn; it suffices to keep the link busy.
 WINDOW = 8 << 20
 
 
@@ -32,12 +32,12 @@ class _Push(NamedTuple):
 
 
 class Sender:
-    """The sender of a stream's layers: starts them in the order of the pushes, each once its ready mark allows it.
+    """The sender of a stream's layers: it starts them in the order of the pushes, each once it is ready.
 
-    :param context: of the producer's pool.
-    :param ticket: names the consumer's blocks.
-    :param state: the stream's state, told of every start, landing and release.
-    :param lock: guards `state` and what `add` touches, because any thread may add layers.
+    :param context: the context of the producer's pool.
+    :param ticket: the ticket that names the consumer's blocks.
+    :param state: the stream's state, which records every start, landing and release.
+    :param lock: the lock of `state` and of the queue, because any thread may add layers.
     :param landed: called after a landing.
     :param failed: called with a reason and its cause when a layer cannot be sent, or has failed.
     """
@@ -67,7 +67,7 @@ class Sender:
         self._pump_is_due = False
 
     def aim(self, remote: RemoteRegion, signals: RemoteRegion) -> None:
-        """Tell where the layers go; before the first `pump`.
+        """Set the target of the layers; before the first `pump`.
 
         :param remote: the consumer's blocks.
         :param signals: the consumer's words, one for each block and layer.
@@ -75,8 +75,9 @@ class Sender:
         self._remote, self._signals = remote, signals
 
     def add(self, layer: int, source: Lease, question: Callable[[], Any] | None) -> bool:
-        """Queue a layer; the lock is held.  Returns True if `pump` has to be called, and no earlier call has led to that.
+        """Queue a layer; the caller holds the lock.
 
+        :return: True if the caller has to have `pump` called; False if an earlier call has already arranged it.
         :raises ClosedError: if the source blocks were given back.
         """
         if source not in self._sources:
@@ -87,12 +88,12 @@ class Sender:
         return not was_due
 
     def pump(self) -> None:
-        """Start what is ready, and have the poller ask about the rest."""
+        """Start the layers that are ready, and have the poller check the others."""
         if not self._start_ready():
             self._context.poller.watch(self._start_ready)
 
     def cancel(self) -> None:
-        """Start nothing more, and ask what is in flight to stop."""
+        """Drop the queued layers, and cancel those in flight."""
         self._context.poller.forget(self._start_ready)
         with self._lock:
             self._queue.clear()
@@ -100,7 +101,7 @@ class Sender:
             transfer.cancel()
 
     async def drained(self) -> None:
-        """Wait until nothing is in flight any more, then give the source blocks back."""
+        """Wait until all transfers are drained, then release the source blocks."""
         for layer, transfer in list(self._transfers.items()):
             await transfer.drained()
             self._state.release(layer)
@@ -110,7 +111,7 @@ class Sender:
             source.unhold()
 
     def _start_ready(self) -> bool:
-        """Start what is ready, and return True if there is nothing left to ask about."""
+        """Start the layers that are ready, and return True if the poller has nothing to check."""
         while True:
             with self._lock:
                 self._pump_is_due = False
@@ -118,7 +119,7 @@ class Sender:
                     return True
                 push = self._queue[0]
             if not self._has_room(push):
-                return True  # the next landing leads here again
+                return True  # the next landing calls this again
             try:
                 if push.question is not None and not push.question():
                     return False

@@ -1,8 +1,8 @@
-"""The two ends of a stream as state machines.  Pure: no engine, no loop, no clock; `stream` and `push` feed them.
+"""The two ends of a stream as state machines.  Pure: no engine, no loop, no clock; `stream` and `push` drive them.
 
-What they keep, for all interleavings of messages, aborts and losses (``tests/kv/test_states.py``):
+Invariants for all interleavings of messages, aborts and losses (``tests/kv/test_states.py``):
 
-S1  Each side gets exactly one outcome, and never another.
+S1  Each side gets exactly one outcome, which never changes.
 S2  The producer's outcome is *finished* only if the consumer's is; without a loss or a timeout the two are equal.
 S3  While the consumer is not fenced its blocks are not reused; once it is, no transfer of the producer can write them.
 S4  Messages that arrive after an outcome change nothing but the fence.
@@ -22,30 +22,30 @@ FINISHED = Outcome(Verdict.FINISHED)
 
 
 class ConsumerState:
-    """The consumer's end: a granted ticket, then an open stream, then an outcome; the fence comes with or after it.
+    """The consumer's end: a granted ticket, then an open stream, then an outcome, and the fence with or after it.
 
-    :param layers: number of layers that make the stream complete.
+    :param layers: the number of layers that make the stream complete.
     """
 
     __slots__ = ("_is_landed", "ended", "fenced", "landed", "opened", "outcome")
 
     def __init__(self, layers: int) -> None:
         self._is_landed = bytearray(layers)
-        #: Layers whose data is here, in the order in which they came.
+        #: Layers whose data has landed, in the order of landing.
         self.landed: list[int] = []
         self.opened = False
         self.outcome: Outcome | None = None
         #: True once no peer can write the blocks any more.
         self.fenced = False
-        #: True once no more messages of the producer are to be expected; the stream can be forgotten.
+        #: True once no more messages of the producer can arrive, so that the stream can be forgotten.
         self.ended = False
 
     def is_landed(self, layer: int) -> bool:
-        """Return True if the data of `layer` is here."""
+        """Return True if the data of `layer` has landed."""
         return bool(self._is_landed[layer])
 
     def open(self) -> None:
-        """Note that a producer uses the ticket.
+        """Record that a producer uses the ticket.
 
         :raises TicketError: if it was used before, or is void.
         """
@@ -56,7 +56,7 @@ class ConsumerState:
         self.opened = True
 
     def land(self, layers: Iterable[int]) -> list[int]:
-        """Note that the data of these layers is here, and return those for which this is news."""
+        """Record that the data of these layers has landed, and return those that had not landed before."""
         if self.outcome is not None or not self.opened:
             return []
         news = [layer for layer in dict.fromkeys(layers) if not self._is_landed[layer]]
@@ -65,14 +65,13 @@ class ConsumerState:
         self.landed.extend(news)
         if len(self.landed) == len(self._is_landed):
             self.outcome = FINISHED
-            # Every layer is written once and its word follows its data: there is nothing left that could write.
+            # Every layer is written once and its word follows its data, so no write can be outstanding.
             self.fenced = True
         return news
 
     def end(self, complete: bool, reason: str) -> tuple[Outcome, list[int]]:
-        """Take the producer's last message, and return the outcome and the layers that are news."""
-        # A complete stream's words were stored before this message was sent, but another transport may bring them
-        # later.
+        """Handle the producer's last message, and return the outcome and the layers that had not landed before."""
+        # A complete stream's words were stored before this message was sent, but another transport may deliver them later.
         news = self.land(range(len(self._is_landed))) if complete else []
         if self.outcome is None:
             self.outcome = Outcome(Verdict.ABORTED, reason)
@@ -93,7 +92,7 @@ class ConsumerState:
         return self.opened
 
     def lose(self, reason: str, dead: bool) -> None:
-        """Note that the producer is lost.
+        """Record that the producer is lost.
 
         :param dead: True if its process is confirmed to have ended.
         """
@@ -103,11 +102,11 @@ class ConsumerState:
         self.ended = True
 
     def cut(self) -> None:
-        """Expect no more messages of the producer: the pool waits no longer."""
+        """End the wait for messages of the producer, because the pool closes."""
         self.ended = True
 
     def fence(self) -> None:
-        """Note that the producer's process can no longer touch the blocks."""
+        """Record that the producer's process can no longer touch the blocks."""
         self.fenced = True
 
 
@@ -120,19 +119,19 @@ class Phase(IntEnum):
     OPENING = 1
     #: Layers may be pushed.
     OPEN = 2
-    #: Nothing new starts; what is in flight drains, then the consumer is asked for the outcome.
+    #: No new transfer starts; those in flight drain, then the consumer is asked for the outcome.
     CONCLUDING = 3
-    #: Nothing of the stream works any more.
+    #: The stream has ended and is drained.
     CONCLUDED = 4
 
 
 class ProducerState:
     """The producer's end: opening, pushing, stopping or complete, drained, then the consumer's reply.
 
-    Methods that can end the pushing return True if this call has ended it: what is queued has to be dropped then, and what
-    is in flight has to be cancelled.
+    Methods that can end the pushing return True if this call has ended it: the caller then drops the queued layers, and cancels
+    the transfers in flight.
 
-    :param layers: number of layers that make the stream complete.
+    :param layers: the number of layers that make the stream complete.
     """
 
     __slots__ = (
@@ -155,7 +154,7 @@ class ProducerState:
         #: The reason why nothing more may start, or None.
         self.stopping: str | None = None
         self.end_sent = False
-        #: True once draining, or the consumer's reply, has taken too long: the program waits no longer.
+        #: True once draining, or the consumer's reply, has taken too long, so that the program no longer waits.
         self.impatient = False
         self.outcome: Outcome | None = None
 
@@ -181,32 +180,32 @@ class ProducerState:
 
     @property
     def concluding(self) -> bool:
-        """True once nothing new will start: what is in flight has to drain, then the consumer is asked."""
+        """True once no new transfer will start: those in flight drain, then the consumer is asked."""
         return self.complete or self.stopping is not None
 
     @property
     def needs_pushes(self) -> bool:
-        """True while the stream can only go on by further pushes."""
+        """True while the stream needs further pushes."""
         return self.phase is Phase.OPEN and self.stopping is None and self.pushed < self.layers
 
     @property
     def settled(self) -> bool:
-        """True once the program has nothing left to wait for."""
+        """True once the program no longer has to wait."""
         return self.outcome is not None and (self.phase is Phase.CONCLUDED or self.impatient)
 
     # ---- opening ----
 
     def begin(self) -> None:
-        """Note that the stream is being opened.
+        """Record that the stream is being opened.
 
         :raises ClosedError: if that was tried before.
         """
         if self.phase is not Phase.NEW:
-            raise ClosedError("a stream is opened once")
+            raise ClosedError("a stream can be opened only once")
         self.phase = Phase.OPENING
 
     def open(self) -> None:
-        """Note that the consumer has accepted the ticket."""
+        """Record that the consumer has accepted the ticket."""
         assert self.phase is Phase.OPENING
         self.phase = Phase.OPEN
 
@@ -233,22 +232,22 @@ class ProducerState:
             raise InvalidArgumentError(f"layer {layer} was pushed before; every layer is pushed once")
 
     def push(self, layer: int) -> None:
-        """Note that the layer is handed over; `check` has been called."""
+        """Record that the layer is pushed; `check` has been called."""
         self._pushed[layer] = True
 
     def start(self, layer: int) -> bool:
-        """Note that a transfer of the layer is about to start, or return False if it must not any more."""
+        """Record that a transfer of the layer is about to start, or return False if it must not start."""
         if self.stopping is not None:
             return False
         self._in_flight.add(layer)
         return True
 
     def land(self, layer: int) -> None:
-        """Note that a layer is in the consumer's memory; its transfer may still hold the producer's."""
+        """Record that a layer has landed; its transfer may still hold the producer's memory."""
         self._complete += 1
 
     def release(self, layer: int) -> None:
-        """Note that the transfer of the layer can touch neither side's memory any more."""
+        """Record that the transfer of the layer can no longer touch either side's memory."""
         self._in_flight.discard(layer)
 
     # ---- giving up ----
@@ -266,22 +265,22 @@ class ProducerState:
         return True
 
     def abort(self, reason: str) -> bool:
-        """Note that the consumer gave up, which is final."""
+        """Record that the consumer gave up, which is final."""
         return self._decide(Outcome(Verdict.ABORTED, reason))
 
     def lose(self, reason: str) -> bool:
-        """Note that the consumer is lost."""
+        """Record that the consumer is lost."""
         return self._decide(Outcome(Verdict.LOST if self.phase >= Phase.OPEN else Verdict.VOID, reason))
 
     def give_up(self, reason: str) -> bool:
-        """Wait no longer: draining, or the consumer's reply, takes too long."""
+        """Stop waiting, because draining, or the consumer's reply, takes too long."""
         self.impatient = True
         return self._decide(Outcome(Verdict.TIMEOUT, reason))
 
     # ---- the end ----
 
     def conclude(self) -> bool:
-        """Enter the conclusion if the time for it has come, and return True if this call did."""
+        """Enter the conclusion if it is due, and return True if this call did."""
         # While the stream is opening, the consumer has not replied yet.
         if self.phase is not Phase.OPEN or not self.concluding:
             return False
@@ -297,11 +296,11 @@ class ProducerState:
         return End(id, self.stopping is None, self.stopping or "")
 
     def answer(self, outcome: Outcome) -> bool:
-        """Take the consumer's reply to `end`, or the reason why there is none."""
+        """Record the consumer's reply to `end`, or the reason why there is none."""
         return self._decide(outcome)
 
     def finish(self) -> None:
-        """Note that nothing of the stream works any more."""
+        """Record that the stream has ended and is drained."""
         self.phase = Phase.CONCLUDED
 
     def _decide(self, outcome: Outcome) -> bool:

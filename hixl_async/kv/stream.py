@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..core.unpicklable import unpicklable
 from ..engine.arguments import whole_number
 from ..engine.started import Started
 from ..engine.waiters import Waiters
@@ -25,15 +26,17 @@ ANY_LAYER, OUTCOME, FENCE, END = "any layer", "outcome", "fence", "end"
 
 
 class LayerStream:
-    """The layers of some reserved blocks, as a producer's pushes bring them.  Iterate it, or wait for single layers.
+    """The layers that a producer pushes into some reserved blocks, made by ``blocks.stream()``.
 
-    Made by ``blocks.stream()``.  Any number of tasks may wait; all see the same landings and the same outcome, also
-    those that come late.
+    Iterate it, or wait for single layers.  Any number of tasks may wait; all see the same landings and the same outcome,
+    whenever they begin.
     """
+
+    __reduce__ = unpicklable("wait for the layers here")
 
     def __init__(self, consumer: Consumer, blocks: object) -> None:
         self._consumer = consumer
-        self._blocks = blocks  # which stay reserved as long as the program can read their layers
+        self._blocks = blocks  # keeps the blocks reserved as long as the program can read their layers
 
     def __repr__(self) -> str:
         state, layers = self._consumer.state, self.ticket.layers
@@ -42,12 +45,12 @@ class LayerStream:
 
     @property
     def ticket(self) -> Ticket:
-        """The ticket that the producer needs; ``blocks.ticket()`` gives it as a dict."""
+        """The ticket that the producer needs; ``blocks.ticket()`` returns it as a dict."""
         return self._consumer.ticket
 
     @property
     def landed(self) -> tuple[int, ...]:
-        """The layers that are here, in the order in which they came."""
+        """The layers that have landed, in the order of landing."""
         return tuple(self._consumer.state.landed)
 
     @property
@@ -56,30 +59,31 @@ class LayerStream:
         return self._consumer.state.outcome
 
     def check(self, layer: int) -> None:
-        """Return if the layer is here: the guard to put before a read of its memory.
+        """Return if the layer has landed; call it before reading the layer's memory.
 
-        :param layer: index of the layer.
+        :param layer: the index of the layer.
         :raises BusyError: if the layer has not landed yet.
+        :raises HixlError: if the stream has failed without the layer, like `layer`.
         :raises RangeError: if there is no such layer.
-        :raises InvalidArgumentError: if it is no whole number.
+        :raises InvalidArgumentError: if `layer` is not a whole number.
         """
         if not self._consumer.has(whole_number("layer", layer)):
             self._consumer.raise_failure()
             raise BusyError(f"layer {layer} has not landed yet; await stream.layer({layer}) before reading its blocks")
 
     async def layer(self, layer: int) -> None:
-        """Wait until the layer is here; returns at once if it is, even if the stream has failed since.
+        """Wait until the layer has landed; return at once if it has, even if the stream has failed since.
 
-        :param layer: index of the layer.
+        :param layer: the index of the layer.
         :raises StreamAbortedError: if either side aborted the stream before.
         :raises PeerLostError: if the producer was lost before.
-        :raises TransferTimeoutError: if no layer came for the stall time, or the timeout passed, after a producer had
+        :raises TransferTimeoutError: if no layer landed within the stall time, or the timeout passed, after a producer had
             opened the ticket.
         :raises LayoutMismatchError: if a producer with another layout used the ticket.
         :raises TicketError: if the stream ended before a producer opened its ticket, for example because the ticket
             expired, or if a producer used a ticket that differs from the one that was issued.
         :raises RangeError: if there is no such layer.
-        :raises InvalidArgumentError: if it is no whole number.
+        :raises InvalidArgumentError: if `layer` is not a whole number.
         """
         layer = whole_number("layer", layer)
         while not self._consumer.has(layer):
@@ -87,11 +91,20 @@ class LayerStream:
             await self._consumer.waiters.wait(layer)
 
     def __aiter__(self) -> AsyncIterator[int]:
-        """Return the layers in the order in which they land, each once; raises like `layer` as soon as the stream fails."""
+        """Return an iterator over the layers in the order of landing, which raises like `layer` once the stream fails."""
         return _Landings(self)
 
     async def finished(self) -> None:
-        """Wait for the end of the stream; returns if all layers are here, else raises like `layer`."""
+        """Wait for the end of the stream, and raise its error unless all layers have landed.
+
+        :raises StreamAbortedError: if either side aborted the stream.
+        :raises PeerLostError: if the producer was lost.
+        :raises TransferTimeoutError: if no layer landed within the stall time, or the timeout passed, after a producer had
+            opened the ticket.
+        :raises LayoutMismatchError: if a producer with another layout used the ticket.
+        :raises TicketError: if the stream ended before a producer opened its ticket, or if a producer used a ticket that
+            differs from the one that was issued.
+        """
         while self.outcome is None:
             await self._consumer.waiters.wait(OUTCOME)
         self._consumer.raise_failure()
@@ -99,12 +112,11 @@ class LayerStream:
     def abort(self, reason: str = "the consumer aborted the stream") -> Coroutine[Any, Any, Outcome]:
         """Give the stream up at the call; no effect if it has ended.
 
-        The producer stops pushing and reports when nothing of it can write the blocks any more: that is
-        ``blocks.fenced()``.
+        The producer stops pushing, and reports when it can no longer write the blocks; ``blocks.fenced()`` waits for that.
 
-        :param reason: text for the errors of both sides.
+        :param reason: the text for the errors of both sides.
         :return: an awaitable of the outcome.
-        :raises InvalidArgumentError: if `reason` is no string.
+        :raises InvalidArgumentError: if `reason` is not a string.
         """
         check_reason(reason)
         self._consumer.leave(reason)
@@ -115,15 +127,15 @@ class LayerStream:
         return self.outcome
 
     async def fenced(self) -> None:
-        """Wait until no peer can write the blocks any more, whatever the outcome; that may never come.
+        """Wait until no peer can write the blocks, whatever the outcome; this may never happen.
 
-        :raises ClosedError: if the pool is closed before.
+        :raises ClosedError: if the pool is closed first.
         """
         await self._consumer.fenced()
 
 
 class _Landings(AsyncIterator[int]):
-    """One walk over a stream's layers.  Not a generator, which a cancelled ``anext`` would end."""
+    """An iterator over a stream's layers; not a generator, because a cancelled ``anext`` would end it."""
 
     __slots__ = ("_position", "_stream")
 
@@ -145,18 +157,18 @@ class _Landings(AsyncIterator[int]):
 
 
 class Consumer:
-    """The consumer's end of one stream, from the ticket until its producer can write nothing any more.
+    """The consumer's end of one stream, from the ticket until its producer can no longer write.
 
-    It works for as long as that takes, even if the program has lost the blocks and their `LayerStream`.
+    It works until then, even if the program has lost the blocks and their `LayerStream`.
 
     :param lease: the blocks to be filled.
     :param ticket: the ticket that was issued for them.
     :param words: one 64-bit word per layer, in memory that the producer writes: equal to the ticket's generation once
-        the layer is there.
+        the layer has landed.
     :param ttl: seconds within which the producer has to open the ticket.
     :param stall: seconds without a new layer after which the stream fails.
     :param timeout: seconds from now after which the stream fails, or None.
-    :param forget: called when no more messages of the producer are to be expected.
+    :param forget: called when no more messages of the producer can arrive.
     """
 
     def __init__(
@@ -181,7 +193,7 @@ class Consumer:
         self._peer: Peer | None = None
         self._producer_pool = ""
         self._held = False  # the blocks, from the ticket's use to the fence
-        self._over = False  # the consequences of the outcome are drawn
+        self._over = False  # True once the outcome has been acted on
         self._stall = stall
         self._news_at = self._loop.time()
         expired = Outcome(Verdict.TIMEOUT, f"no producer opened the ticket within {ttl:g} s")
@@ -191,10 +203,10 @@ class Consumer:
             missed = Outcome(Verdict.TIMEOUT, f"the stream did not finish within its timeout of {timeout:g} s")
             self._timeout_timer = self._loop.call_later(timeout, self._end_by, missed)
 
-    # ---- what the program asks ----
+    # ---- calls of the program ----
 
     def has(self, layer: int) -> bool:
-        """Return True if the layer is here.
+        """Return True if the layer has landed.
 
         :raises RangeError: if there is no such layer.
         """
@@ -213,9 +225,9 @@ class Consumer:
         self._end_by(Outcome(Verdict.ABORTED, reason))
 
     async def fenced(self) -> None:
-        """Wait until no peer can write the blocks any more.
+        """Wait until no peer can write the blocks.
 
-        :raises ClosedError: if the pool is closed before.
+        :raises ClosedError: if the pool is closed first.
         """
         while not self.state.fenced:
             if self.state.ended and self._context.closed:
@@ -223,12 +235,12 @@ class Consumer:
             await self.waiters.wait(FENCE)
 
     async def ended(self) -> None:
-        """Wait until no more messages of the producer are to be expected."""
+        """Wait until no more messages of the producer can arrive."""
         while not self.state.ended:
             await self.waiters.wait(END)
 
     def cut(self) -> None:
-        """Expect no more messages of the producer: the pool waits no longer."""
+        """End the wait for messages of the producer, because the pool closes."""
         self.state.cut()
         self._settle()
         self.waiters.wake(FENCE)
@@ -266,7 +278,7 @@ class Consumer:
         raise failure
 
     def on_end(self, peer: Peer, message: End) -> Outcome:
-        """Take the producer's last message.
+        """Handle the producer's last message.
 
         :return: the outcome, which is the reply.
         :raises TicketError: if another peer opened the stream.
@@ -281,7 +293,7 @@ class Consumer:
     # ---- events ----
 
     def _scan(self) -> None:
-        """Look at the words, some of which may have changed."""
+        """Check the signal words, some of which may have changed."""
         if self.state.outcome is not None:
             return
         seen = self._words.tobytes()
@@ -295,7 +307,7 @@ class Consumer:
         self._settle()
 
     def _on_lost(self, error: BaseException) -> None:
-        self._scan()  # what landed before the loss has landed
+        self._scan()  # layers that landed before the loss count
         dead = bool(getattr(error, "confirmed_dead", False))
         self.state.lose(str(error), dead)
         if not self.state.fenced:
@@ -314,7 +326,7 @@ class Consumer:
                 self.waiters.wake(FENCE)
 
     def _check_stall(self) -> None:
-        self._scan()  # this timer may be late, and the words newer than it
+        self._scan()  # the timer may be late, and the words may have changed since it was due
         rest = self._news_at + self._stall - self._loop.time()
         if self.state.outcome is None and rest > 0:
             self._idle_timer = self._loop.call_later(rest, self._check_stall)
@@ -325,7 +337,7 @@ class Consumer:
         """End the stream from this side, if it has not ended."""
         self._scan()
         if self.state.stop(outcome) and self._peer is not None:
-            with suppress(HixlError):  # the peer is lost: its callback comes
+            with suppress(HixlError):  # the peer is lost; the lost callback handles it
                 self._peer.post(service(self._producer_pool), Abort(self.ticket.id, outcome.reason).body())
         self._settle()
 
@@ -335,7 +347,7 @@ class Consumer:
             self.waiters.wake(ANY_LAYER, *news)
 
     def _settle(self) -> None:
-        """Draw the consequences of the state; idempotent."""
+        """Act on the state; idempotent."""
         state = self.state
         if state.outcome is not None and not self._over:
             self._over = True

@@ -27,8 +27,8 @@ PUBLIC = {
     hixl_async.Engine: {
         "accepted", "aclose", "address", "allocate", "bytes_in_flight", "closed", "coalesce", "connect", "drained",
         "driver_facts", "driver_limits", "driver_stats", "forked", "group", "in_flight", "incarnation", "loop", "name",
-        "notifications", "notify", "on_close", "open", "peers", "read", "register", "regions", "room", "serve", "stats",
-        "submit", "unserve", "write",
+        "notifications", "notify", "on_close", "open", "peers", "read", "register", "regions", "remove_close_callback", "room",
+        "serve", "stats", "submit", "unserve", "write",
     },
     hixl_async.Region: {
         *MEMORY, "access_for", "aclose", "address", "device", "numpy", "readonly", "ready", "revoke", "torch",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from hixl_async import (
     TransferTimeoutError,
 )
 from hixl_async._core import set_object_support
+from hixl_async.core import torch_device
 from hixl_async.core.device_copies import DeviceCopies
 from hixl_async.engine.region import Operand, operand
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
@@ -82,6 +86,53 @@ class Device:
             return Operand(1, len(local.data), local, True) if isinstance(local, Tensor) else operand(local, writable)
 
         set_object_support(engine, address_of, DeviceCopies(engine, self.pin, self.copy).begin)
+
+
+class Stream:
+    """The work that a device was given by way of torch, and has not done."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], object]] = []
+
+    def query(self) -> bool:
+        return not self.work
+
+    def finish(self) -> None:
+        for work in self.work:
+            work()
+        self.work.clear()
+
+    def torch(self, event: Callable[[], object]) -> Any:
+        """Return the part of torch that a copy needs; `event` makes its events."""
+        device = SimpleNamespace(device=lambda _: nullcontext(), current_stream=lambda _: self, Event=event)
+        return SimpleNamespace(
+            uint8="uint8",
+            frombuffer=lambda memory, dtype: StreamTensor(self, memory),
+            get_device_module=lambda _: device,
+        )
+
+
+class StreamTensor(Tensor):
+    """Bytes on the device, or of the host, that a stream copies."""
+
+    device = "npu:0"
+
+    def __init__(self, stream: Stream, data: Any) -> None:
+        self.stream, self.data = stream, data
+
+    def reshape(self, _: int) -> StreamTensor:
+        return self
+
+    def view(self, _: object) -> StreamTensor:
+        return self
+
+    def copy_(self, source: StreamTensor, *, non_blocking: bool) -> None:
+        assert non_blocking
+
+        def work() -> None:
+            memoryview(self.data).cast("B")[:] = memoryview(source.data).cast("B")
+
+        self.stream.work.append(work)
 
 
 class Scene:
@@ -204,6 +255,42 @@ async def test_the_device_refuses(scene: Scene) -> None:
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
     scene.device.events[0].finish()
     assert await transfer == 5
+
+
+async def test_an_event_that_cannot_be_recorded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy was queued before, so it is no refusal, and its memory is held until the stream is idle."""
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            raise RuntimeError("out of events")
+
+    stream = Stream()
+    monkeypatch.setitem(sys.modules, "torch", stream.torch(Event))
+    monkeypatch.setattr(scene.device, "copy", torch_device.copy)
+    scene.device.serve(scene.engine)
+    transfer = scene.engine.write(StreamTensor(stream, bytearray(b"hello")), scene.remote[0:5], notify=("t", b""))
+    await settle()
+    assert scene.engine.stats().pinned == 1
+    assert not transfer.done()
+    stream.finish()
+    with pytest.raises(TransferError, match="failed on the device.*undefined: out of events"):
+        await transfer
+    await transfer.drained()
+    assert scene.landed() == b"hello"
+
+
+async def test_without_an_event_nothing_is_queued(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def event() -> object:
+        raise RuntimeError("out of events")
+
+    stream = Stream()
+    monkeypatch.setitem(sys.modules, "torch", stream.torch(event))
+    monkeypatch.setattr(scene.device, "copy", torch_device.copy)
+    scene.device.serve(scene.engine)
+    with pytest.raises(DriverError, match="refused.*out of events"):
+        scene.engine.write(StreamTensor(stream, bytearray(b"hello")), scene.remote[0:5])
+    assert not stream.work
+    assert scene.engine.stats().pinned == 0
 
 
 async def test_memory_that_the_device_cannot_reach(scene: Scene) -> None:

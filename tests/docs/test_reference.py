@@ -64,7 +64,6 @@ UNEXPLAINED = {
 IN_THE_THIRD_PERSON = {
     "hixl_async.Engine.driver_facts",
     "hixl_async.Engine.notify",
-    "hixl_async.Engine.on_close",
     "hixl_async.Engine.open",
     "hixl_async.Engine.room",
     "hixl_async.Engine.serve",

@@ -6,11 +6,13 @@ Checks of regions, connections, notifications and requests alone stand beside th
 from __future__ import annotations
 
 import array
+import copy
 import ctypes
 import mmap
 import os
+import pickle
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy
@@ -115,6 +117,41 @@ async def test_objects_that_are_not_buffers(world: World, buffer: Any) -> None:
     for call in (world.left.read, world.left.write):
         with pytest.raises(BufferTypeError, match="contiguous"):
             call(buffer, world.remote[0:10])
+
+
+async def test_registering_what_has_no_memory(world: World) -> None:
+    for buffer in ([1, 2], 7, None, "text"):
+        with pytest.raises(BufferTypeError, match=r"^buffer must be a contiguous buffer \(.*, not "):
+            world.left.register("none", buffer)
+
+
+async def test_assigning_to_ranges(world: World) -> None:
+    for target, way in (
+        (world.local, r"memoryview\(region\)\[0:4\] = .*region\.numpy\(\)"),
+        (world.local[0:8], r"memoryview\(region\)\[0:4\] = "),
+        (world.remote, r"await engine\.write\(.*, remote\[0:4\]\)"),
+        (world.remote[0:8], r"await engine\.write\("),
+    ):
+        changeable: Any = target
+        with pytest.raises(TypeError, match=way):
+            changeable[0:4] = b"abcd"
+        with pytest.raises(TypeError, match="does not support item deletion"):
+            del changeable[0:4]
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+async def test_what_can_be_neither_pickled_nor_copied(world: World, act: Callable[[Any], Any]) -> None:
+    transfer = world.left.write(b"L" * 100, world.remote)
+    notifications = world.left.notifications("topic")
+    for thing in (
+        *(world.left, world.pair.peer, world.left.group(), world.left.coalesce(), notifications),
+        *(world.local, world.remote, world.local[0:1], world.remote[0:1]),
+        *(transfer, Batch("write", world.local, world.remote)),
+    ):
+        with pytest.raises(TypeError, match=rf"^{type(thing).__name__} objects can be neither .* process: \w+"):
+            act(thing)
+    memoryview(world.region)[:] = b"R" * 100
+    world.before = world.left.stats()
 
 
 def frozen() -> Any:

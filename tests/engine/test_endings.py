@@ -14,6 +14,7 @@ from hixl_async import (
     ClosedError,
     Engine,
     HixlError,
+    InvalidArgumentError,
     PeerDownError,
     PeerLostError,
     PeerState,
@@ -328,6 +329,9 @@ async def test_failing_callbacks_disturb_nothing(pair: EnginePair, loop_errors: 
     await until(lambda: heard == ["signal", "lost"])
     assert len(loop_errors) == 2
     loop_errors.clear()
+    for add in (pair.back.add_lost_callback, pair.back.add_signal_callback):
+        with pytest.raises(InvalidArgumentError, match="callback must be a function, not None"):
+            add(None)  # type: ignore[arg-type]
     pair.back.remove_lost_callback(print)
     pair.back.remove_signal_callback(print)
 

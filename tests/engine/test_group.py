@@ -170,6 +170,25 @@ async def test_groups_in_groups(slow: EnginePair, plan: FaultPlan) -> None:
     assert first.result() == 10
 
 
+async def test_a_group_that_is_not_entered(slow: EnginePair) -> None:
+    """Transfers that no exit waits for do not start."""
+    _, remote = await slow.region("kv", 10)
+    batch = Batch("write", slow.left.allocate("local", 10), remote)
+    group = slow.left.group()
+    for call in (
+        lambda: group.write(b"x" * 10, remote),
+        lambda: group.read(bytearray(10), remote),
+        lambda: group.submit(batch),
+    ):
+        with pytest.raises(ClosedError, match="not entered; use 'async with engine"):
+            call()
+    assert slow.left.stats().transfers == 0
+    async with group:
+        group.submit(batch)
+    with pytest.raises(ClosedError, match="entered once"):
+        await group.__aenter__()
+
+
 async def test_a_finished_group_is_refused(slow: EnginePair) -> None:
     _, remote = await slow.region("kv", 10)
     async with slow.left.group() as group:

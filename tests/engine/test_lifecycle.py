@@ -314,10 +314,26 @@ async def test_close_from_a_lost_callback() -> None:
 
 async def test_close_callbacks_are_called_and_may_fail(loop_errors: list[dict[str, Any]]) -> None:
     called = []
+
+    def unwanted() -> None:
+        called.append(0)
+
+    def first() -> None:
+        called.append(1)
+        engine.remove_close_callback(first)
+
+    def last() -> None:
+        called.append(2)
+
     async with Engine() as engine:
-        engine.on_close(lambda: called.append(1))
+        engine.on_close(first)
         engine.on_close(lambda: 1 / 0)
-        engine.on_close(lambda: called.append(2))
+        engine.on_close(last)
+        engine.on_close(unwanted)
+        engine.remove_close_callback(unwanted)
+        engine.remove_close_callback(print)
+        with pytest.raises(InvalidArgumentError, match="callback must be a function, not None"):
+            engine.on_close(None)  # type: ignore[arg-type]
     assert called == [1, 2]
     assert isinstance(loop_errors.pop()["exception"], ZeroDivisionError)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -31,7 +32,10 @@ from hixl_async import (
     WaitTimeoutError,
 )
 from hixl_async.control.scheduler import Progress
+from hixl_async.engine import regions
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
+
+from .conftest import settle
 
 WORDS: list[AccessLike] = ["none", "read", "write", "read-write"]
 
@@ -220,6 +224,36 @@ async def test_regions_that_are_never_exported(pair: EnginePair) -> None:
         await pair.peer.region(7)  # type: ignore[arg-type]
 
 
+async def test_a_long_wait_is_logged_once(
+    pair: EnginePair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "PATIENCE", 0.001)
+    monkeypatch.setattr(regions, "NAMES_SHOWN", 1)
+    for name in ("kv", "weights"):
+        pair.right.allocate(name, 8, access="read")
+    await pair.peer.region("weights")
+    with caplog.at_level(logging.INFO, "hixl_async"):
+        waiting = asyncio.ensure_future(pair.peer.region("kvv"))
+        await until(lambda: caplog.records)
+        for name in ("woken", "kvv"):
+            pair.right.allocate(name, 8, access="read")
+        await waiting
+    (record,) = caplog.records
+    assert "'right' did not export region 'kvv' within 0.001 s; it exports: kv and 1 more (" in record.getMessage()
+
+
+async def test_a_short_wait_is_not_logged(pair: EnginePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[asyncio.TimerHandle] = []
+    call_later = pair.left.loop.call_later
+    loop = SimpleNamespace(call_later=lambda *args: timers.append(call_later(*args)) or timers[-1])
+    monkeypatch.setattr(pair.peer._imports, "_loop", loop)
+    waiting = asyncio.ensure_future(pair.peer.region("late"))
+    await until(lambda: timers)
+    pair.right.allocate("late", 8, access="read")
+    await waiting
+    assert timers[0].cancelled()
+
+
 async def test_the_peer_leaves_during_a_wait_for_a_region() -> None:
     async with engine_pair() as pair:
         waiting = asyncio.ensure_future(pair.peer.region("never"))
@@ -356,7 +390,7 @@ async def test_memory_stays_pinned_while_a_peer_may_still_write_it(caplog: pytes
         transfer.cancel()
         with caplog.at_level(logging.WARNING, "hixl_async"):
             await region.aclose()
-        assert "its users ('left') did not let go" in caplog.text
+        assert "its users ('left') did not release it" in caplog.text
         assert pair.right.stats().regions == 1
         assert region.pins == 1
         plan.release()

@@ -20,11 +20,15 @@ from hixl_async import (
     InvalidArgumentError,
     Peer,
     PeerDownError,
+    PeerLostError,
     PeerState,
     RangeError,
+    RefusedError,
     RemoteError,
     RequestLostError,
     RequestTimeoutError,
+    TransferError,
+    TransferTimeoutError,
 )
 from hixl_async.control import Incoming
 from hixl_async.engine.rpc import MAX_HANDLERS
@@ -76,6 +80,32 @@ async def test_errors_reach_the_caller_with_their_type(pair: EnginePair) -> None
     with pytest.raises(InvalidArgumentError, match="no handler serves 'no-such-service'"):
         await pair.peer.request("no-such-service", {})
     assert await pair.peer.request("hixl.ping", {"still": "up"}) == {"still": "up"}
+
+
+@pytest.mark.parametrize("kind", [TransferError, TransferTimeoutError, PeerLostError])
+async def test_a_transfer_of_the_handlers_own_that_failed(pair: EnginePair, kind: type[TransferError]) -> None:
+    async def fail(peer: Peer, body: dict[str, Any]) -> None:
+        raise kind("the target's contents are undefined", peer="third")
+
+    pair.right.serve("fail", fail)
+    with pytest.raises(TransferError, match="contents are undefined") as caught:
+        await pair.peer.request("fail", {})
+    assert type(caught.value) is kind
+    assert caught.value.peer == "right"
+
+
+@pytest.mark.parametrize("name", ["TransferError", "PeerLostError", "HixlError", "int", "no such class"])
+async def test_no_import_fails_as_a_transfer_does(engine: Engine, name: str) -> None:
+    """Whatever the peer says: asking for a region touches no transfer memory."""
+    async with puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        actor.say("region.up", id=1, name="kv", size=8, access=3)
+        asking = asyncio.ensure_future(engine.peers[0].region("kv"))
+        call = (await actor.hear("region.get")).body["call"]
+        actor.say("failure", call=call, error=name, message="out of luck")
+        with pytest.raises(RefusedError, match="out of luck") as caught:
+            await asking
+        assert type(caught.value) is RemoteError
 
 
 @pytest.mark.parametrize(

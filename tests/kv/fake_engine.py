@@ -242,6 +242,7 @@ class Engine:
         self.incarnation = f"{name}-{next(_numbers)}"
         self.identity = SimpleNamespace(incarnation=self.incarnation)
         self.on_close = self.close_callbacks = _Callbacks()
+        self.remove_close_callback = self.close_callbacks.remove
         self.regions: dict[str, Region] = {}
         self.peers: list[Peer] = []
         self.handlers: dict[str, Callable[[Peer, dict[str, Any]], dict[str, Any]]] = {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -43,6 +45,22 @@ async def test_blocks_are_lent_and_return(pair: Pair) -> None:
     assert sorted(blocks.ids) == list(range(16))
     assert blocks.ids != tuple(range(16)), "shuffled"
     await blocks.aclose()
+
+
+async def test_nothing_of_a_pool_can_be_copied(pair: Pair) -> None:
+    """A copy would give the blocks back a second time."""
+    async with pair.target.reserve(blocks=1) as blocks:
+        stream = blocks.stream()
+        for thing in (pair.target, blocks, stream, pair.source.open_stream(pair.to_d, blocks.ticket())):
+            for act in (copy.copy, pickle.dumps):
+                with pytest.raises(TypeError, match="neither pickled nor copied"):
+                    act(thing)
+
+
+async def test_a_closed_pool_leaves_no_callback_behind(pair: Pair) -> None:
+    assert len(pair.d.close_callbacks) == 1
+    await pair.target.aclose()
+    assert not pair.d.close_callbacks
 
 
 async def test_a_reservation_is_entered_once(pair: Pair) -> None:
@@ -328,7 +346,7 @@ async def test_malformed_tickets(pair: Pair) -> None:
             {**good, "pool_blocks": 1 << 31},
         ]
         for ticket in wrong:
-            with pytest.raises(TicketError, match="no valid ticket"):
+            with pytest.raises(TicketError, match="not a valid ticket"):
                 pair.source.open_stream(pair.to_d, ticket)  # type: ignore[arg-type]
         for timeout in (None, *NO_TIMES):
             with pytest.raises(InvalidArgumentError, match="^timeout must be"):

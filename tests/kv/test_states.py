@@ -16,7 +16,7 @@ from hixl_async.errors import (
     StreamAbortedError,
     TicketError,
 )
-from hixl_async.kv.protocol import Abort, End, Outcome, Verdict
+from hixl_async.kv.protocol import REASON_CHARACTERS, Abort, End, Open, Outcome, Verdict, parse
 from hixl_async.kv.states import ConsumerState, Phase, ProducerState
 
 LAYERS = 3
@@ -444,3 +444,15 @@ class TestProducer:
         state.answer(Outcome(Verdict.FINISHED))
         state.abort("late")
         assert state.outcome == Outcome(Verdict.FINISHED)
+
+
+def test_reasons_of_the_other_side_can_neither_forge_a_line_nor_control_a_terminal() -> None:
+    reason = "bad\nWARNING forged\x1b[2J\r\u202e" + 500 * "x"
+    for message in (
+        parse({"say": "abort", "id": "1", "reason": reason}),
+        parse({"say": "end", "id": "1", "complete": False, "reason": reason}),
+        Outcome.parse({"outcome": "aborted", "reason": reason}),
+    ):
+        assert not isinstance(message, Open)
+        assert message.reason.startswith("bad?WARNING forged?[2J??xxx")
+        assert len(message.reason) == REASON_CHARACTERS
