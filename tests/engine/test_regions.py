@@ -35,8 +35,6 @@ from hixl_async.control.scheduler import Progress
 from hixl_async.engine import regions
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
-from .conftest import settle
-
 WORDS: list[AccessLike] = ["none", "read", "write", "read-write"]
 
 
