@@ -176,7 +176,7 @@ async def test_unclaimed_notifications_are_bounded_by_bytes_and_fair(engine: Eng
 
 
 async def test_remembered_topics_are_bounded(engine: Engine) -> None:
-    """Peers choose them: neither many nor long ones may pile up."""
+    """Peers choose topics: neither many nor long ones may accumulate."""
     subscriptions, peer = Subscriptions(engine, 10_000), object()
     everything = subscriptions.subscribe(None)
     for n in range(5000):
