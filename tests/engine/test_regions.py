@@ -227,11 +227,11 @@ async def test_regions_that_are_never_exported(pair: EnginePair) -> None:
 async def test_a_long_wait_is_logged_once(
     pair: EnginePair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(regions, "PATIENCE", 0.001)
     monkeypatch.setattr(regions, "NAMES_SHOWN", 1)
     for name in ("kv", "weights"):
         pair.right.allocate(name, 8, access="read")
     await pair.peer.region("weights")
+    monkeypatch.setattr(regions, "PATIENCE", 0.001)
     with caplog.at_level(logging.INFO, "hixl_async"):
         waiting = asyncio.ensure_future(pair.peer.region("kvv"))
         await until(lambda: caplog.records)
