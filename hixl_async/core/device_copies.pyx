@@ -64,7 +64,8 @@ cdef class DeviceCopies:
                 tensor, <size_t>address + transfer.desc.roff, transfer.desc.len, transfer.batch.verb == HXA_READ)
         except Exception as error:
             table.mem_return(transfer.link.link, transfer.desc.rmem)
-            raise errors.DriverError(f"the device refused a {transfer._describe()}: {error}", peer=transfer.link.peer) from error
+            raise errors.DriverError(
+                f"the device refused a {transfer._describe()}: {error}", peer=transfer.link.peer) from error
         if self.poller is None:  # the engine has its loop from its opening on
             self.poller = EventPoller(self.core.event_loop)
         self.poller.watch(partial(self._look, transfer))
@@ -90,7 +91,8 @@ cdef class DeviceCopies:
         transfer.device = None
         if error is not None and transfer.outcome == ACTIVE:
             transfer._resolve(FAILED, errors.TransferError(
-                f"{transfer._describe()} failed on the device, the contents of its target are undefined: {error}", peer=transfer.link.peer))
+                f"{transfer._describe()} failed on the device, the contents of its target are undefined: {error}",
+                peer=transfer.link.peer))
         if transfer.tail != NULL and transfer.outcome == ACTIVE:
             answer = table.submit(transfer.link.link, transfer.tail, &transfer.op)
         if answer < 0:

@@ -355,7 +355,8 @@ cdef class Transfer:
         cdef bint stopped = False
         if self.outcome == ACTIVE:
             exc = errors.TransferTimeoutError(
-                f"{self._describe()} {why}; the contents of its target are undefined, await transfer.drained() before reusing memory",
+                f"{self._describe()} {why}; the contents of its target are undefined, await transfer.drained() before reusing "
+                "memory",
                 peer=self.link.peer if self.link is not None else None,
             )
             self._resolve(FAILED, exc)
