@@ -1,4 +1,4 @@
-"""What a device is asked to do: to know a mapping of the host, and to copy between it and a tensor of its own."""
+"""The operations of torch devices: registering a mapping of the host, and copying between it and a tensor on the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["copy", "pin"]
 
 
 def pin(tensor: Any, address: int, nbytes: int) -> Callable[[], object] | None:
-    """Makes host memory known to the device of `tensor`; CUDA would copy it by way of a buffer of its own, and wait for that.
+    """Register host memory with the device of `tensor`; otherwise CUDA would copy through a staging buffer, and block.
 
-    :return: what undoes it; None where the device needs no telling, or cannot be told.
+    :return: a function that undoes it; None if the device needs no registration, or refuses it.
     """
     if tensor.device.type != "cuda":
         return None
@@ -24,11 +24,11 @@ def pin(tensor: Any, address: int, nbytes: int) -> Callable[[], object] | None:
 
 
 def copy(tensor: Any, address: int, nbytes: int, to_device: bool) -> Any:
-    """Begins to copy a whole tensor, on the stream that is current for its device.
+    """Begin to copy a whole tensor, on the current stream of its device.
 
-    :return: an event of the device, recorded behind the copy.
+    :return: an event of the device, recorded after the copy.
     """
-    import ctypes  # torch has brought it
+    import ctypes  # torch has imported it already
 
     torch = _torch()
     host = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
@@ -45,5 +45,5 @@ def copy(tensor: Any, address: int, nbytes: int, to_device: bool) -> Any:
 
 
 def _torch() -> Any:
-    """The caller brought it: the tensor is one of its own."""
+    """Return the torch module, which the caller has imported, because the tensor is one of its own."""
     return sys.modules["torch"]

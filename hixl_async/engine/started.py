@@ -13,9 +13,9 @@ T = TypeVar("T")
 class Started(Coroutine[Any, Any, T]):
     """The end of work that has begun already: awaiting it only waits for the end.
 
-    A plain ``def aclose(self)`` returns it.  ``await``, ``asyncio.gather`` and ``asyncio.create_task`` take it like a coroutine,
-    but no warning follows if it is never awaited, because the work is done all the same.  It can be awaited any number of
-    times, and be given to one task.
+    A plain ``def aclose(self)`` returns it.  ``await``, ``asyncio.gather`` and ``asyncio.create_task`` take it like a
+    coroutine, but no warning follows if it is never awaited, because the work is done all the same.  It can be awaited any
+    number of times, and be given to one task.
 
     :param wait: a coroutine function that waits for the end, called when the object is awaited; cancelling it must not cancel
         the work.
