@@ -1,4 +1,4 @@
-"""Notifications, and credits that keep a sender from outrunning its receiver.
+"""Notifications, and flow control by credits: a sender never outruns its receiver.
 
     python examples/notify.py
 

@@ -17,7 +17,7 @@ SIZE = 8 << 20
 
 
 async def receive() -> None:
-    """Lend a window, and report what has come."""
+    """Lend a window, and print what has arrived."""
     async with hx.Engine("127.0.0.1:0", name="receiver") as engine:
         window = engine.allocate("window", SIZE, access="write")
         print(engine.address, flush=True)  # for the sender

@@ -1,4 +1,4 @@
-"""The other end of a connection, moved by hand.
+"""The other end of a connection, controlled by the test.
 
 A `Puppet` takes part in the real handshake and then says only what a test makes it say.  It knows the formats of the shm
 driver's links and regions (``drivers/shm/*.h``), so it can be a peer like any other up to the point where it begins to
@@ -85,7 +85,7 @@ class Half:
         struct.pack_into("<Q" if at in WIDE else "<I", self.memory, at, value & (MASK if at in WIDE else MASK >> 32))
 
     def record(self, topic: bytes, note: bytes) -> None:
-        """Publishes a well-formed notification, if it fits before the end of the ring."""
+        """Publish a well-formed notification, if it fits before the end of the ring."""
         at = self[HEAD] % self[CAPACITY]
         total = (16 + len(topic) + len(note) + 15) & ~15
         assert at + total <= self[CAPACITY]
@@ -95,7 +95,7 @@ class Half:
 
 
 class ShmEnd:
-    """Our end of a shm link: `theirs` is the half that we write to, `ours` the one that the engine writes to."""
+    """The test's end of a shm link: `theirs` is the half that the test writes, `ours` the one that the engine writes."""
 
     def __init__(self, fds: Sequence[int], capacity: int = 65536) -> None:
         self.theirs, self.their_segment, self.their_bell = Half(fds[0]), fds[0], fds[1]
@@ -107,21 +107,21 @@ class ShmEnd:
 
     @property
     def fds(self) -> list[int]:
-        """What travels with the metadata."""
+        """The descriptors that travel with the metadata."""
         return [self.segment, self.read_end]
 
     def ring(self, count: int = 1) -> None:
-        """Wakes the engine."""
+        """Wake the engine."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self.bell, bytes(count))
 
     def notify(self, topic: bytes, note: bytes) -> None:
-        """Sends a notification as a driver does."""
+        """Send a notification as a driver does."""
         self.theirs.record(topic, note)
         self.ring()
 
     def close(self) -> None:
-        """Closes everything; the engine sees the end of the link."""
+        """Close everything; the engine sees the end of the link."""
         for fd in (self.their_segment, self.their_bell, self.segment, self.read_end, self.bell):
             os.close(fd)
         self.theirs.memory.close()
@@ -142,11 +142,11 @@ class Puppet:
 
     @classmethod
     async def dial(cls, at: str, /, *, secret: bytes | None = None, **identity: Any) -> Puppet:
-        """Connects to an engine, as `who` says."""
+        """Connect to an engine, as `who` says."""
         return cls(await dial(Address.parse(at), who(**identity), secret=secret))
 
     def start(self) -> None:
-        """Begins to listen; what came before waits in the kernel."""
+        """Begin to listen; what came before waits in the kernel."""
         self.connection.start(self._on_message, self._on_lost)
 
     def _on_message(self, kind: str, body: dict[str, Any], fds: list[int]) -> None:
@@ -159,7 +159,7 @@ class Puppet:
         self._news.set()
 
     async def hear(self, *kinds: str, timeout: float = 10) -> Heard:
-        """The next message of one of these kinds; others are left."""
+        """Return the next message of one of these kinds; others stay queued."""
         async with asyncio.timeout(timeout):
             while True:
                 for message in self._heard:
@@ -175,13 +175,13 @@ class Puppet:
         return any(message.kind == kind for message in self._heard)
 
     def say(self, kind: str, *, fds: Iterable[int] = (), **body: Any) -> None:
-        """Sends a message."""
+        """Send a message."""
         self.connection.send(kind, body, list(fds))
 
-    # -- a well-behaved life, as far as a test wants it
+    # -- a well-behaved peer, as far as a test wants it
 
     async def join(self, capacity: int = 65536, bell: Callable[[int], int] | None = None) -> ShmEnd:
-        """Links shm, but does not say that it is ready.
+        """Link shm, but do not say that it is ready.
 
         :param bell: makes, of the read end of the doorbell, the descriptor that is passed in its place.
         """
@@ -196,7 +196,7 @@ class Puppet:
         return self.link
 
     async def up(self) -> ShmEnd:
-        """Becomes a peer like any other."""
+        """Become a peer like any other."""
         self.start()
         link = await self.join()
         await self.hear("ready")
@@ -204,7 +204,7 @@ class Puppet:
         return link
 
     async def get(self, name: str) -> Heard:
-        """Waits for the offer of a region, asks for it, and answers with its metadata."""
+        """Wait for the offer of a region, ask for it, and answer with its metadata."""
         offer = await self.hear("region.up")
         while offer.body["name"] != name:
             offer = await self.hear("region.up")
@@ -212,13 +212,13 @@ class Puppet:
         return await self.hear("region.metadata", "failure")
 
     async def leave(self) -> None:
-        """Says goodbye and closes."""
+        """Say goodbye and close."""
         self.say("goodbye")
         await self.hear("goodbye")
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes everything without a word."""
+        """Close everything without a word."""
         await self.connection.aclose()
         if self.link is not None:
             self.link.close()
@@ -241,7 +241,7 @@ def who(
     address: str = "",
     drivers: Sequence[str] = ("shm",),
 ) -> Identity:
-    """What a puppet says about itself."""
+    """The identity that a puppet claims."""
     return Identity(name, domain, incarnation or secrets.token_hex(16), address, tuple(drivers))
 
 
@@ -257,7 +257,7 @@ async def puppet(at: str, /, **identity: Any) -> AsyncIterator[Puppet]:
 
 
 class Stage:
-    """Listens like an engine; each engine that dials becomes a puppet that does nothing yet."""
+    """A listener like an engine; each engine that dials becomes a puppet that does nothing yet."""
 
     def __init__(self) -> None:
         self.puppets: asyncio.Queue[Puppet] = asyncio.Queue()
@@ -267,7 +267,7 @@ class Stage:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address that it listens on."""
         return str(self._listener.address)
 
     def _take(self, connection: Connection) -> None:
@@ -278,7 +278,7 @@ class Stage:
 
 @asynccontextmanager
 async def stage(*, secret: bytes | None = None, **identity: Any) -> AsyncIterator[Stage]:
-    """A listening puppet show."""
+    """A listener whose diallers become puppets."""
     made = Stage()
     made._identity = who(**identity)
     made._listener = await Listener.open(

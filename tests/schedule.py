@@ -47,7 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 class Schedule(LoadScopeScheduling):  # type: ignore[misc]
-    """Scopes are files; the serial tests are one scope, which is assigned when a single worker is left."""
+    """A scheduler whose scopes are files; the serial tests are one scope, assigned when a single worker is left."""
 
     def _split_scope(self, nodeid: str) -> str:
         return SERIAL if nodeid.endswith(f"@{SERIAL}") else nodeid.partition("::")[0]

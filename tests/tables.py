@@ -32,7 +32,7 @@ def table(
     rest: bytes = b"",
     **members: Callable[..., Any],
 ) -> Any:
-    """A copy of the table of driver `name`.
+    """Return a copy of the table of driver `name`.
 
     :param lacks: capabilities that it does not have, by their names in ``vtable.CAPS``.
     :param size: what it says of its own size, as an older one does.

@@ -1,4 +1,4 @@
-"""The architecture, held by tests: which module may import which, what no file may contain, and what `import hixl_async` costs.
+"""Tests of the architecture: permitted imports, forbidden content of files, and the cost of `import hixl_async`.
 
 docs/architecture.md has the picture.  Everything here reads sources; only the last part imports the package.
 """
@@ -81,7 +81,7 @@ class Source:
         self.unit = unit_of(self.name)
 
     def nodes(self) -> Iterator[tuple[ast.AST, bool, bool]]:
-        """Every node, with whether it is for the type checker only, and whether it runs at import."""
+        """Yield every node, with whether it is for the type checker only, and whether it runs at import."""
         stack: list[tuple[ast.AST, bool, bool]] = [(self.tree, False, True)]
         while stack:
             node, typing_only, top = stack.pop()
@@ -91,7 +91,7 @@ class Source:
             stack.extend((child, typing_only or guarded, inner) for child in ast.iter_child_nodes(node))
 
     def imports(self) -> Iterator[Import]:
-        """Imports from within the package, one for each name."""
+        """Yield imports from within the package, one for each name."""
         for node, typing_only, top in self.nodes():
             if isinstance(node, ast.ImportFrom):
                 module = self._absolute(node)
@@ -107,7 +107,7 @@ class Source:
         return ".".join([*base, *filter(None, [node.module])])
 
     def modules(self) -> Iterator[tuple[str, int, bool]]:
-        """The first part of everything imported from elsewhere, and whether it happens when the module is."""
+        """Yield the first part of everything imported from elsewhere, and whether it is imported with the module."""
         for node, typing_only, top in self.nodes():
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 yield node.module.split(".")[0], node.lineno, top and not typing_only
@@ -116,7 +116,7 @@ class Source:
 
 
 def located(module: str, name: str) -> tuple[str, str]:
-    """The module and the name that ``from module import name`` refers to; `name` may be a module itself."""
+    """Return the module and the name that ``from module import name`` refers to; `name` may be a module itself."""
     folder = ROOT.joinpath(*module.split("."))
     if any((folder / f"{name}{suffix}").exists() for suffix in ("/__init__.py", ".py", ".pyx")):
         return f"{module}.{name}", ""
@@ -152,7 +152,7 @@ Violation: TypeAlias = tuple[Path, int, object]
 
 
 def rule(violations: Callable[[], Iterator[Violation]]) -> Callable[[], None]:
-    """Makes a test of a generator of violations; it fails with all of them at once."""
+    """Make a test of a generator of violations; it fails with all of them at once."""
 
     def test() -> None:
         found = [f"{path.relative_to(ROOT)}:{line}: {what}" for path, line, what in violations()]
@@ -166,7 +166,7 @@ def rule(violations: Callable[[], Iterator[Violation]]) -> Callable[[], None]:
 
 
 def upward(sources: Iterable[Source]) -> Iterator[Violation]:
-    """Imports of Python modules that point up, or sideways into another package.
+    """Yield imports of Python modules that point up, or sideways into another package.
 
     From kv on, modules may import the package itself, as users do.
     """
@@ -185,7 +185,7 @@ def upward(sources: Iterable[Source]) -> Iterator[Violation]:
 
 @cache
 def exports() -> dict[tuple[str, str], str]:
-    """For each name that a package re-exports: the module that it comes from."""
+    """Return, for each name that a package re-exports, the module that it comes from."""
     found = {}
     for source in SOURCES:
         if source.is_package:
@@ -195,7 +195,7 @@ def exports() -> dict[tuple[str, str], str]:
 
 
 def origin(found: Import) -> str:
-    """The module that defines what is imported; a package that only re-exports it is no link of a circle."""
+    """Return the module that defines what is imported; a package that only re-exports it is no link of a circle."""
     module = found.module
     while (module, found.name) in exports():
         module = exports()[module, found.name]
@@ -203,7 +203,7 @@ def origin(found: Import) -> str:
 
 
 def circles(edges: dict[str, dict[str, Violation]]) -> Iterator[Violation]:
-    """The imports that close a circle, each once."""
+    """Yield the imports that close a circle, each once."""
     done: set[str] = set()
     for start in sorted(edges):
         path: list[str] = []
@@ -227,7 +227,7 @@ def circles(edges: dict[str, dict[str, Violation]]) -> Iterator[Violation]:
 
 
 def edges(sources: Iterable[Source]) -> dict[str, dict[str, Violation]]:
-    """For each Python module the modules that it needs, for its types too, each with the place of one import."""
+    """Return, for each Python module, the modules that it needs, for its types too, each with the place of one import."""
     found: dict[str, dict[str, Violation]] = {}
     for source in sources:
         if not source.is_package:
@@ -237,7 +237,7 @@ def edges(sources: Iterable[Source]) -> dict[str, dict[str, Violation]]:
 
 
 def cython_edges() -> dict[str, dict[str, Violation]]:
-    """The same for Cython's modules, of which each has a ``.pyx``, a ``.pxd``, or both."""
+    """Return the same for Cython's modules, each of which has a ``.pyx``, a ``.pxd``, or both."""
     found: dict[str, dict[str, Violation]] = {}
     for path in CYTHON:
         needed = {module: (path, line, "") for module, line in cimports(path) if module != cython_name(path)}
@@ -287,7 +287,7 @@ def private_names(unit: str) -> set[str]:
     return {name for name in names if private(name)}
 
 
-def test_there_is_something_to_hold() -> None:
+def test_there_is_something_to_check() -> None:
     """The rules below would all hold of nothing."""
     assert len(PYTHON) > 20
     assert len(CYTHON) > 4
@@ -323,7 +323,7 @@ def test_no_private_name_of_another_package() -> Iterator[Violation]:
     yield from private_uses(SOURCES)
 
 
-def test_every_excuse_is_needed() -> None:
+def test_every_exception_is_needed() -> None:
     used = {
         (source.unit, name)
         for source in SOURCES
@@ -349,7 +349,7 @@ def test_every_excuse_is_needed() -> None:
         ("testing/planted.py", "from ..engine.peer import _has_ended", private_uses, "imports _has_ended"),
     ],
 )
-def test_what_is_planted_is_found(
+def test_planted_violations_are_found(
     path: str, text: str, check: Callable[[Iterable[Source]], Iterator[Violation]], message: str
 ) -> None:
     found = [str(what) for _, _, what in check([Source(PACKAGE / path, text)])]
@@ -371,7 +371,7 @@ def test_a_planted_circle_is_found() -> None:
 
 
 def driver_of(path: Path) -> str:
-    """Whose source it is: ``drivers/_shm.c`` and everything in ``drivers/shm/`` belong together."""
+    """Return whose source a file is: ``drivers/_shm.c`` and everything in ``drivers/shm/`` belong together."""
     return path.stem.removeprefix("_") if path.parent.name == "drivers" else path.parent.name
 
 
@@ -520,7 +520,7 @@ def test_every_compiled_module_has_a_stub() -> None:
 # ---- the package as it is imported -----------------------------------------------------------------------------------
 
 
-def test_what_is_exported_is_what_is_listed() -> None:
+def test_exported_and_listed_names_are_equal() -> None:
     listed = hixl_async.__all__
     assert len(listed) == len(set(listed))
     public = {
@@ -532,7 +532,7 @@ def test_what_is_exported_is_what_is_listed() -> None:
 
 
 @rule
-def test_every_module_says_what_it_exports() -> Iterator[Violation]:
+def test_every_module_lists_its_exports() -> Iterator[Violation]:
     for source in SOURCES:
         if source.path.name == "__main__.py" or source.unit == "testing":  # parts of testing need hypothesis
             continue

@@ -7,6 +7,7 @@ turns the few forms of reST that the docstrings use into Markdown.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -36,8 +37,11 @@ class Docstrings(griffe.Extension):
         public = dict(_public_names())
         for obj in list(_walk(pkg)):
             obj.labels -= NOISE
+            if isinstance(obj, griffe.Attribute) and isinstance(obj.value, griffe.ExprCall):
+                obj.value = None  # how it is made, which is nothing for readers
             if isinstance(obj, griffe.Class):
                 _show_constructor(obj)
+                _follow_assignments(obj)
             if isinstance(obj, griffe.Function):
                 for parameter in obj.parameters:
                     parameter.annotation = _spelled_out(parameter.annotation)
@@ -48,6 +52,8 @@ class Docstrings(griffe.Extension):
                 obj.docstring.value = markdown(obj.docstring.value, obj, public)
                 obj.docstring.parser = loader.docstring_parser
                 obj.docstring.parser_options = loader.docstring_options
+        for obj in _documented(pkg, public):
+            if obj.docstring is not None:
                 _link_errors(obj.docstring, pkg, public)
 
 
@@ -98,11 +104,36 @@ def _public_names() -> Iterator[tuple[str, str]]:
             yield name, f"{module}.{name}"
 
 
+def _documented(pkg: griffe.Module, public: dict[str, str]) -> Iterator[griffe.Object]:
+    """Yield what is public, with its members and those that it inherits."""
+    waiting, seen = [pkg[path.removeprefix("hixl_async.")] for path in public.values()], set[str]()
+    while waiting:
+        found = waiting.pop()
+        obj = found.final_target if isinstance(found, griffe.Alias) else found
+        if obj.path in seen:
+            continue
+        seen.add(obj.path)
+        yield obj
+        if isinstance(obj, griffe.Class):
+            waiting += [member for name, member in obj.all_members.items() if not name.startswith("_")]
+
+
 def _walk(obj: griffe.Object) -> Iterator[griffe.Object]:
     yield obj
     for member in obj.members.values():
         if isinstance(member, griffe.Object):
             yield from _walk(member)
+
+
+def _follow_assignments(cls: griffe.Class) -> None:
+    """Show ``read = Core.read`` in a class as the method that it is."""
+    for name, member in list(cls.members.items()):
+        owner, _, method = str(getattr(member, "value", "")).rpartition(".")
+        if isinstance(member, griffe.Attribute) and method == name and owner.isidentifier():
+            with contextlib.suppress(griffe.NameResolutionError, KeyError):
+                target = cls.modules_collection[cls.module.resolve(owner)][name]
+                if target.is_function:
+                    cls.set_member(name, griffe.Alias(name, target, parent=cls))
 
 
 def _show_constructor(cls: griffe.Class) -> None:

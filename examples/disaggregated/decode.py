@@ -1,4 +1,4 @@
-"""Process D: lends blocks of its memory to P, and decodes with what arrives there."""
+"""Process D: lends blocks of its memory to P, and decodes from the keys and values that arrive there."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ async def program(worker: Worker) -> None:
 
 
 class Decode:
-    """What D does for the router."""
+    """The services of D for the router."""
 
     def __init__(self, worker: Worker, pool: hx.kv.Pool) -> None:
         self.worker = worker
         self.engine = worker.engine
         self.pool = pool
-        # The model reads right where P writes: what arrives needs no copy before it is used.
+        # The model reads where P writes, so arriving data needs no copy before it is used.
         self.memory: KvMemory = np.frombuffer(pool.memory, np.float32).reshape(pool.layout.shape(pool.blocks))
         self.reserved: dict[int, hx.kv.Blocks] = {}
 
     async def reserve(self, _router: hx.Peer, body: dict[str, Any]) -> dict[str, Any]:
-        """Reserves blocks for a prompt and what follows it; the answer is the ticket with which P may fill them."""
+        """Reserve blocks for a prompt and its continuation; return the ticket with which P may fill them."""
         request = DecodeRequest(**body)
         blocks = await self.pool.reserve(tokens=request.prompt_tokens + request.max_tokens)
         self.reserved[request.run] = blocks
-        # If nothing comes for a minute, something is wrong. The default of 10 s suits accelerators; here, where K/V may
-        # be sent after the prefill, the first layer has to wait until a CPU has computed them all.
+        # If nothing comes for a minute, something is wrong. The default of 10 s suits accelerators; here K/V may
+        # be sent after the prefill, and then the first layer waits until a CPU has computed all of them.
         return blocks.ticket(stall=STALL)
 
     async def decode(self, router: hx.Peer, body: dict[str, Any]) -> dict[str, Any]:
-        """Decodes into the reserved blocks; notifies the router of each token, and answers with a report."""
+        """Decode into the reserved blocks; notify the router of each token, and answer with a report."""
         request = DecodeRequest(**body)
         timeline = Timeline()
         async with self.reserved.pop(request.run) as blocks:
             cache = PagedCache(self.memory, blocks.ids)
             try:
                 async with asyncio.TaskGroup() as group:
-                    # If the stream fails, this ends the group, whatever it is waiting for.
+                    # If the stream fails, this ends the group, wherever it waits.
                     group.create_task(self._watch(blocks.stream(), request.run, router, timeline))
                     await self._decode(request, router, blocks.stream(), cache, timeline)
             except ExceptionGroup as failures:
@@ -62,7 +62,7 @@ class Decode:
             return Report(kv_digests(cache, request.prompt_tokens), list(blocks.ids), timeline.to_json()).body()
 
     async def _watch(self, stream: hx.kv.LayerStream, run: int, router: hx.Peer, timeline: Timeline) -> None:
-        """Takes note of every layer that arrives."""
+        """Record every layer that arrives."""
         async for layer in stream:
             timeline.mark("D", Track.ARRIVAL, f"layer {layer}", layer=layer)
             self.engine.notify(router, arrivals_topic(run), str(layer).encode())

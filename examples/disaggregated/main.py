@@ -11,12 +11,12 @@ If you came for the code, begin with prefill.py and decode.py. They are P and D,
     prefill.py      process P                     decode.py       process D
     main.py         the command line
 
-What they stand on is in support/:
+Everything else is in support/:
 
-    worker.py       what the processes share      reference.py    the process that works alone
-    story.py        what is run, step by step     router.py       sends prompts to P and D
-    messages.py     what is said between them     fleet.py        starts and ends them
-    report.py       what is printed               timeline.py     the picture and the trace
+    worker.py       shared by the processes       reference.py    the process that works alone
+    story.py        the runs, step by step        router.py       sends prompts to P and D
+    messages.py     messages between them         fleet.py        starts and ends them
+    report.py       printed output                timeline.py     the picture and the trace
     model.py        the model, with weights.py, tokenizer.py and prompts.py; random_model.py is a tiny one for tests
     loops.py        asyncio's loop or uvloop's
 """
@@ -59,7 +59,7 @@ IDENTICAL, FAILED, CANNOT_START, INTERRUPTED = 0, 1, 2, 130
 
 
 class CannotStart(Exception):
-    """Something is missing or wrong, and the user can change it."""
+    """A missing or wrong setting that the user can change."""
 
 
 def main() -> int:
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def prepare(options: Options, console: Console) -> Story:
-    """Looks whether there is all that is needed.
+    """Check that everything needed is there.
 
     :raises CannotStart: if there is not.
     """
@@ -104,7 +104,7 @@ def prepare(options: Options, console: Console) -> Story:
 
 
 def load_model(options: Options, console: Console) -> Checkpoint:
-    """Makes the model ready for all processes to map, which takes some seconds the first time.
+    """Make the model ready for all processes to map, which takes some seconds the first time.
 
     :raises ModelUnavailable: if it is not installed.
     :raises OSError: if there is no room for its cache.
@@ -134,7 +134,7 @@ def read_questions(options: Options, checkpoint: Checkpoint) -> list[Question]:
 
 
 def check_driver(name: str) -> None:
-    """Returns if the driver has memory of its own; one that is not there says so when it is opened.
+    """Check that the driver has memory of its own; a missing one fails when it is opened.
 
     :raises ValueError: if it only wraps others.
     """

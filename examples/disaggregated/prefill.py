@@ -1,4 +1,4 @@
-"""Process P: computes a prompt's keys and values, and writes them into D's memory while it computes on."""
+"""Process P: computes a prompt's keys and values, and writes them into D's memory while it goes on computing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import hixl_async as hx
 
 
 async def program(worker: Worker) -> None:
-    # access="none": nobody but this process touches the pool, which is only a source of pushes. Blocks are lent in a
-    # random order, another one than D's, so that no run succeeds by the luck of equal block tables.
+    # access="none": only this process touches the pool, which is only a source of pushes. Blocks are lent in a random
+    # order, different from D's, so that no run succeeds because both block tables happen to be equal.
     blocks = worker.settings.pool_blocks
     async with hx.kv.Pool(worker.engine, worker.layout(), blocks=blocks, access="none", shuffle=1) as pool:
         prefill = Prefill(worker, pool)
@@ -27,23 +27,23 @@ async def program(worker: Worker) -> None:
 
 
 class Prefill:
-    """What P does for the router."""
+    """The services of P for the router."""
 
     def __init__(self, worker: Worker, pool: hx.kv.Pool) -> None:
         self.worker = worker
         self.engine = worker.engine
         self.pool = pool
-        # The model computes right in the pool, so what it writes needs no copy before it is sent.
+        # The model computes in the pool, so its output needs no copy before it is sent.
         self.memory: KvMemory = np.frombuffer(pool.memory, np.float32).reshape(pool.layout.shape(pool.blocks))
 
     async def meet(self, _router: hx.Peer, body: dict[str, Any]) -> dict[str, Any]:
-        """Connects to D and maps its pool, so that the first request does not wait for it."""
+        """Connect to D and map its pool, so that the first request does not wait for it."""
         decode = await self.engine.connect(body["address"])
         await decode.region(self.pool.name)
         return {}
 
     async def prefill(self, _router: hx.Peer, body: dict[str, Any]) -> dict[str, Any]:
-        """Computes a prompt and sends it to D, layer by layer; the answer comes when D has it all."""
+        """Compute a prompt and send it to D, layer by layer; the answer comes when D has all of it."""
         request = PrefillRequest(**body)
         timeline = Timeline()
         decode = await self.engine.connect(request.ticket["address"])

@@ -16,6 +16,7 @@ import sys
 from array import array
 
 from .. import errors
+from .unpicklable import unpicklable
 
 # In place of a verb: an empty batch, to be filled here.
 cdef object _EMPTY = object()
@@ -101,6 +102,8 @@ cdef class Batch:
     :raises StaleRegionError: if a remote region was closed.
     :raises PeerDownError: if the peer is down.
     """
+
+    __reduce__ = unpicklable("send its verb, names of regions and rows, and make it of them there")
 
     def __cinit__(self, verb, local, remote=None, rows=None):
         cdef list parts = []

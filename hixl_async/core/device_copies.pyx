@@ -22,8 +22,8 @@ cdef class DeviceCopies:
     The driver lends the mapped address, so that a fence or a stop also waits for the copy.  Devices have no descriptor to wait
     for, so their events are polled.  A signal or notification is submitted to the driver when the copy has ended (C11).
 
-    :param pin: ``pin(tensor, address, nbytes)`` registers a mapping with the device; returns a function that undoes it or None.
-    :param copy: ``copy(tensor, address, nbytes, to_device)`` begins a copy; returns its event, which has ``query()``.
+    ``pin(tensor, address, nbytes)`` registers a mapping with the device, and returns a function that undoes it, or None.
+    ``copy(tensor, address, nbytes, to_device)`` begins a copy, and returns its event, which has ``query()``.
     """
 
     cdef InFlightTable core

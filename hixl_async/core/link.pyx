@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from numbers import Real
 
 from .. import errors
+from .unpicklable import unpicklable
 
 # Notifications that a peer sent before its end are still taken, but only up to a limit, because it may still be sending.
 cdef enum: LAST_POLLS = 64, LAST_POLL_EVENTS = 256
@@ -51,6 +52,8 @@ cdef class CoreBase:
 
     The methods are declared here and defined by `InFlightTable`.
     """
+
+    __reduce__ = unpicklable("open one in each process, and give it the other's address")
 
     @property
     def loop(self):
@@ -235,10 +238,9 @@ cdef class Driver:
 
     Public methods are for the engine package; users cannot reach a driver by public names.
 
-    :param core: the engine's core, which `in_flight.start` has bound to a loop.
-    :param capsule: the driver's table.
-    :param name: the name by which the engine and its peers know it.
-    :param options: the driver's own options, by name.
+    ``Driver(core, capsule, name, options)`` opens it: for a core that `in_flight.start` has bound to a loop, with the table in
+    `capsule`, under the name by which the engine and its peers know it, and with its own options by name.
+
     :raises DriverLoadError: if `capsule` holds no table that this core supports.
     :raises InvalidArgumentError: if an option is malformed, or there are too many options or drivers.
     :raises DriverError: if the driver refuses to open.

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from functools import partial
 
 from .. import errors
+from .unpicklable import unpicklable
 
 cdef extern from "Python.h":
     unsigned long PyThread_get_thread_ident() nogil
@@ -39,7 +40,16 @@ cdef extern from *:
     PyObject *hxa_slice_step(object)
 
 
+cdef str NO_ASSIGNMENT = (
+    "a region does not support item assignment; write to a view: memoryview(region)[0:4] = b\"data\", or region.numpy()[0:4] = ..."
+)
+cdef str NO_REMOTE_ASSIGNMENT = (
+    "a peer's region does not support item assignment; write to it by await engine.write(b\"data\", remote[0:4])"
+)
+cdef str NO_DELETION = "a region does not support item deletion; its size is fixed until it is closed"
 cdef str NO_VIEW = "this region is on a device; copy it to the host to view it"
+
+cdef object _of_region = unpicklable("let the other process get the region by its name, with await peer.region(name)")
 
 # Memories that a transport did not release; never freed (C7).
 cdef list _leaked = []
@@ -49,6 +59,8 @@ cdef list _leaked = []
 @cython.no_gc_clear
 cdef class Memory:
     """Memory that transfers may use: a region of ours, or a peer's after its import."""
+
+    __reduce__ = _of_region
 
     def __len__(self):
         """Return the size in bytes."""
@@ -137,6 +149,12 @@ cdef class LocalMemory(Memory):
 
     def __getitem__(self, key):
         return _local_slice(self, 0, self.nbytes, key)
+
+    def __setitem__(self, key, value):
+        raise TypeError(NO_ASSIGNMENT)
+
+    def __delitem__(self, key):
+        raise TypeError(NO_DELETION)
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         if not self.usable:
@@ -231,6 +249,12 @@ cdef class RemoteMemory(Memory):
 
     def __getitem__(self, key):
         return _remote_slice(self, 0, self.nbytes, key)
+
+    def __setitem__(self, key, value):
+        raise TypeError(NO_REMOTE_ASSIGNMENT)
+
+    def __delitem__(self, key):
+        raise TypeError(NO_DELETION)
 
     cdef int _release(self) except -1:
         cdef Driver driver = self.link.driver
@@ -354,8 +378,16 @@ cdef class LocalSlice:
     It offers the buffer protocol: ``memoryview(region[a:b])``.
     """
 
+    __reduce__ = _of_region
+
     def __getitem__(self, key):
         return _local_slice(self.memory, self.start, self.nbytes, key)
+
+    def __setitem__(self, key, value):
+        raise TypeError(NO_ASSIGNMENT)
+
+    def __delitem__(self, key):
+        raise TypeError(NO_DELETION)
 
     def __len__(self):
         """Return the length in bytes."""
@@ -410,8 +442,16 @@ cdef class LocalSlice:
 cdef class RemoteSlice:
     """A range of bytes of a peer's region, made by ``remote[a:b]``; read it into a local range to view its bytes."""
 
+    __reduce__ = _of_region
+
     def __getitem__(self, key):
         return _remote_slice(self.memory, self.start, self.nbytes, key)
+
+    def __setitem__(self, key, value):
+        raise TypeError(NO_REMOTE_ASSIGNMENT)
+
+    def __delitem__(self, key):
+        raise TypeError(NO_DELETION)
 
     def __len__(self):
         """Return the length in bytes."""

@@ -26,7 +26,9 @@ def pin(tensor: Any, address: int, nbytes: int) -> Callable[[], object] | None:
 def copy(tensor: Any, address: int, nbytes: int, to_device: bool) -> Any:
     """Begin to copy a whole tensor, on the current stream of its device.
 
-    :return: an event of the device, recorded after the copy.
+    It raises only if no copy was queued.
+
+    :return: an event of the device after the copy, or another object whose ``query()`` returns True once the copy has ended.
     """
     import ctypes  # torch has imported it already
 
@@ -35,13 +37,33 @@ def copy(tensor: Any, address: int, nbytes: int, to_device: bool) -> Any:
     flat = tensor.reshape(-1).view(torch.uint8)
     device = torch.get_device_module(tensor.device)
     with device.device(tensor.device):
+        stream, event = device.current_stream(tensor.device), device.Event()
         if to_device:
             flat.copy_(host, non_blocking=True)
         else:
             host.copy_(flat, non_blocking=True)
-        event = device.Event()
-        event.record(device.current_stream(tensor.device))
+        try:
+            event.record(stream)
+        except Exception as error:
+            event = _Unrecorded(stream, error)
     return event
+
+
+class _Unrecorded:
+    """The place of an event that could not be recorded behind a copy: once the stream is idle, the copy has failed."""
+
+    def __init__(self, stream: Any, error: Exception) -> None:
+        self._stream = stream
+        self._error = error
+
+    def query(self) -> bool:
+        """Return False while the stream works.
+
+        :raises Exception: the reason why the event was not recorded, once the copy can no longer move bytes.
+        """
+        if not self._stream.query():
+            return False
+        raise self._error
 
 
 def _torch() -> Any:

@@ -17,6 +17,7 @@ from asyncio import CancelledError, InvalidStateError
 from functools import partial
 
 from .. import errors
+from .unpicklable import unpicklable
 from ..types import TransferState
 
 cdef extern from "Python.h":
@@ -80,6 +81,8 @@ cdef class Transfer:
     Its result is the number of bytes moved.  It has started when the call returns; awaiting only waits.  After a failure or
     a cancellation the contents of the target range are undefined, and the local memory stays pinned until `drained`.
     """
+
+    __reduce__ = unpicklable("await it here, and send its result")
 
     def __dealloc__(self):
         PyMem_Free(self.tail)

@@ -8,7 +8,16 @@ from operator import index
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["positive_seconds", "whole_number"]
+__all__ = ["positive_seconds", "require_callable", "whole_number"]
+
+
+def require_callable(name: str, value: object) -> None:
+    """Return if `value` can be called.
+
+    :raises InvalidArgumentError: if it cannot; the message says `name`.
+    """
+    if not callable(value):
+        raise InvalidArgumentError(f"{name} must be a function, not {value!r}")
 
 
 def positive_seconds(name: str, value: object) -> float:

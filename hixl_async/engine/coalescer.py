@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..core.batch import Batch, link_of
 from ..core.in_flight import must_be_open, settled
+from ..core.unpicklable import unpicklable
 from ..errors import ClosedError, HixlError
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Coalescer:
     Leaving ``async with engine.coalesce() as few:`` submits the remaining copies, waits until all of them are drained, and
     raises the failures in an ExceptionGroup.
     """
+
+    __reduce__ = unpicklable("make one there, with an engine of its own")
 
     def __init__(self, core: Core) -> None:
         self._core = core

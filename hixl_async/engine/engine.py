@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -14,7 +15,7 @@ from typing import Any
 
 from .. import _core, drivers
 from .._core import Core
-from ..control import Identity, Listener
+from ..control import Identity, Listener, printable
 from ..core import in_flight, torch_device
 from ..core.device_copies import DeviceCopies
 from ..core.link import (
@@ -35,7 +36,7 @@ from ..errors import (
     InvalidArgumentError,
 )
 from ..types import AccessLike, Address, EngineStats
-from .arguments import positive_seconds
+from .arguments import positive_seconds, require_callable
 from .closing import Closing
 from .coalescer import Coalescer
 from .config import Drivers, EngineConfig, parse_address
@@ -226,7 +227,7 @@ class Engine(Core):
     async def _close(self) -> None:
         in_flight.refuse_work(self)
         until = self.loop.time() + self.config.close_timeout + LINGER
-        for callback in self._close_callbacks:
+        for callback in tuple(self._close_callbacks):
             try:
                 callback()
             except Exception as error:
@@ -298,11 +299,21 @@ class Engine(Core):
             in_flight.refuse(self)
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the engine begins to close.
+        """Call `callback` when the engine begins to close, on its loop; `remove_close_callback` undoes it.
 
-        :param callback: called without arguments, on the loop's thread; its errors go to the loop's exception handler.
+        :param callback: a function without parameters.
+        :raises InvalidArgumentError: if `callback` is no function.
         """
+        require_callable("callback", callback)
         self._close_callbacks.append(callback)
+
+    def remove_close_callback(self, callback: Callable[[], None]) -> None:
+        """Undo `on_close`; no error if `callback` was not registered.
+
+        :param callback: the function that `on_close` was given.
+        """
+        with contextlib.suppress(ValueError):
+            self._close_callbacks.remove(callback)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task that belongs to the engine, and that `aclose` waits for."""
@@ -551,13 +562,13 @@ class Engine(Core):
         return Group(self)
 
     def _on_event(self, driver: Driver, kind: int, cookie: int, status: int, topic: bytes, data: bytes) -> None:
-        """Handle an event of a driver, on the loop's thread."""
+        """Handle a driver's report, on the loop's thread; the text of an event may be the peer's."""
         peer = self._peers[cookie]
         if kind == EVENT_NOTE and peer is not None:  # first, because notifications are the most frequent
             assert self._subscriptions is not None
             self._subscriptions.deliver(peer, topic, data)
         elif kind == EVENT_LOG:
-            logger.log(logging.WARNING if status else logging.INFO, "%s", data.decode("utf-8", "replace"))
+            logger.log(logging.WARNING if status else logging.INFO, "%s", printable(data.decode("utf-8", "replace")))
         elif peer is None:
             return
         elif kind == EVENT_SIGNAL:
@@ -565,7 +576,7 @@ class Engine(Core):
         elif kind == EVENT_MESSAGE:
             peer._links.tell(driver, data)
         elif kind == EVENT_LINK_DOWN:
-            peer._link_down(driver, data.decode("utf-8", "replace"))
+            peer._link_down(driver, printable(data.decode("utf-8", "replace")))
 
     # -- counters
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from ..core.in_flight import settled
+from ..core.unpicklable import unpicklable
 from ..errors import ClosedError
 
 if TYPE_CHECKING:
@@ -23,9 +24,12 @@ class Group:
     rest; all failures are raised together in an ExceptionGroup, as with asyncio.TaskGroup.
     """
 
+    __reduce__ = unpicklable("make one there, with an engine of its own")
+
     def __init__(self, core: Core) -> None:
         self._core = core
         self._transfers: list[Transfer] = []
+        self._entered = False
         self._failed = False
         self._closed = False
         self._task: asyncio.Task[Any] | None = None
@@ -38,7 +42,7 @@ class Group:
         :param remote: a range of a remote region, of the same length.
         :param options: ``notify``, ``signal``, ``timeout`` (seconds) and ``priority``, as for ``engine.read``.
         :return: the transfer, already started.
-        :raises ClosedError: if the group has ended, or one of its transfers has failed.
+        :raises ClosedError: if the group is not entered yet or has ended, or one of its transfers has failed.
         :raises RefusedError: what ``engine.read`` raises.
         """
         return self._add(self._core.read(local, remote, **self._open(options)))
@@ -50,7 +54,7 @@ class Group:
         :param remote: a range of a remote region, of the same length.
         :param options: ``notify``, ``signal``, ``timeout`` (seconds) and ``priority``, as for ``engine.write``.
         :return: the transfer, already started.
-        :raises ClosedError: if the group has ended, or one of its transfers has failed.
+        :raises ClosedError: if the group is not entered yet or has ended, or one of its transfers has failed.
         :raises RefusedError: what ``engine.write`` raises.
         """
         return self._add(self._core.write(local, remote, **self._open(options)))
@@ -61,12 +65,16 @@ class Group:
         :param batch: the copies.
         :param options: ``notify``, ``signal``, ``timeout`` (seconds) and ``priority``, as for ``engine.submit``.
         :return: the transfer, already started.
-        :raises ClosedError: if the group has ended, or one of its transfers has failed.
+        :raises ClosedError: if the group is not entered yet or has ended, or one of its transfers has failed.
         :raises RefusedError: what ``engine.submit`` raises.
         """
         return self._add(self._core.submit(batch, **self._open(options)))
 
     def _open(self, options: dict[str, Any]) -> dict[str, Any]:
+        if not self._entered:
+            raise ClosedError(
+                "the group is not entered; use 'async with engine.group() as group', whose end waits for transfers"
+            )
         if self._closed or self._failed:
             raise ClosedError("the group is over; no transfer can join it")
         return options
@@ -92,6 +100,9 @@ class Group:
             transfer.cancel()
 
     async def __aenter__(self) -> Group:
+        if self._entered:
+            raise ClosedError("a group is entered once; make a new one with engine.group()")
+        self._entered = True
         self._task = asyncio.current_task()
         return self
 

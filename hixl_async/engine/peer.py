@@ -23,9 +23,10 @@ from typing import Any
 from ..control import Connection, Identity, Incoming
 from ..core.link import Driver, Link
 from ..core.memory import link_of
+from ..core.unpicklable import unpicklable
 from ..errors import ClosedError, HixlError, InvalidArgumentError, PeerDownError, ProtocolError
 from ..types import Access, Address, PeerState
-from .arguments import positive_seconds
+from .arguments import positive_seconds, require_callable
 from .closing import Closing
 from .host import Host
 from .links import FAILURE_LIMIT, Links
@@ -54,6 +55,8 @@ class Peer:
     :param others: returns the other connections to the same engine.
     :param forget: called with the peer once nothing of it is left.
     """
+
+    __reduce__ = unpicklable("send its address, and connect to it there")
 
     def __init__(
         self,
@@ -276,6 +279,8 @@ class Peer:
     async def region(self, name: str, *, timeout: float | None = None) -> RemoteRegion:
         """Wait until the peer exports a region, and import it.
 
+        A wait of more than 5 s is logged once, with the names of the regions that the peer does export.
+
         :param name: the name that the peer gave the region.
         :param timeout: seconds to wait, or None for as long as the peer lives.
         :return: the region, usable in transfers; the same object for each call while the region lives.
@@ -336,10 +341,13 @@ class Peer:
     # -- signals and loss
 
     def add_signal_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever this peer may have stored a signal word into our memory.
+        """Call `callback` on the loop whenever this peer may have stored a signal word into our memory.
 
-        :param callback: called without arguments, on the loop's thread; its errors go to the loop's exception handler.
+        :param callback: a function without parameters.
+
+        :raises InvalidArgumentError: if `callback` is no function.
         """
+        require_callable("callback", callback)
         self._signal_callbacks.append(callback)
 
     def remove_signal_callback(self, callback: Callable[[], None]) -> None:
@@ -357,8 +365,13 @@ class Peer:
     def add_lost_callback(self, callback: Callable[[HixlError], None]) -> None:
         """Call `callback` once the peer is down, and again if its process turns out to have ended.
 
-        :param callback: called with the error, on the loop's thread; soon if the peer is down already.
+        If the peer is down already, the loop calls it soon.
+
+        :param callback: a function of the error that says why the peer is down.
+
+        :raises InvalidArgumentError: if `callback` is no function.
         """
+        require_callable("callback", callback)
         self._lost_callbacks.append(callback)
         if self.error is not None:
             self._loop.call_soon(callback, self.error)

@@ -198,12 +198,13 @@ class Operand(NamedTuple):
     device: bool
 
 
-def operand(obj: Any, writable: bool) -> Operand:
-    """Return the location of an object without the buffer protocol: a tensor, or an object that numpy can import by DLPack.
+def operand(obj: Any, writable: bool, demand: str = "local must be a region's range or a") -> Operand:
+    """Return where an object without the buffer protocol lies: a tensor, or anything that numpy adopts by DLPack.
 
     torch and numpy are used only where the caller's process has imported them already.  A tensor may be on the CPU, on a CUDA
     or NPU device, or on the device that is registered as torch's private backend.
 
+    :param demand: the beginning of the message that refuses an object without memory.
     :raises BufferTypeError: if `obj` has no contiguous memory that a driver can use, or is not writable and must be.
     """
     torch = sys.modules.get("torch")
@@ -231,6 +232,5 @@ def operand(obj: Any, writable: bool) -> Operand:
             raise BufferTypeError(f"{type(obj).__name__} is read-only; it cannot be read into")
         return Operand(array.ctypes.data, array.nbytes, array, False)
     raise BufferTypeError(
-        f"local must be a region's range or a contiguous buffer (bytes, memoryview, numpy array, CPU tensor), "
-        f"not {type(obj).__name__}"
+        f"{demand} contiguous buffer (bytes, memoryview, numpy array, CPU tensor), not {type(obj).__name__}"
     )

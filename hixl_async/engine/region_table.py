@@ -102,7 +102,7 @@ class RegionTable:
         return rights
 
     def _borrow_object(self, region: Region, obj: Any) -> None:
-        where = operand(obj, bool(region.access & Access.WRITE))
+        where = operand(obj, bool(region.access & Access.WRITE), "buffer must be a")
         owner: Any = where.owner
         if _has_buffer(owner):  # the buffer also says whether it may be written
             _core.borrow(self._core, region, owner, int(region.access))

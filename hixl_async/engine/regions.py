@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -44,10 +45,16 @@ from .waiters import Waiters
 
 __all__ = ["MAX_OFFERS", "Exports", "Imports"]
 
+logger = logging.getLogger("hixl_async")
+
 #: The most regions that one peer may offer us.
 MAX_OFFERS = 4096
 #: The most regions that are imported at the same time: their metadata carries descriptors, of which a connection queues few.
 MOST_AT_ONCE = 16
+#: Seconds of a wait for a region after which the log tells of it, because the name may be mistyped.
+PATIENCE = 5.0
+#: The most names of regions in a message.
+NAMES_SHOWN = 20
 
 # Regions whose memory a peer may still write although our engine has ended; never freed (C7).
 _leaked: list[Region] = []
@@ -228,9 +235,8 @@ class Imports:
         """Wait for a region and import it; see `Peer.region`."""
         try:
             async with asyncio.timeout(timeout):
-                while name not in self._offers:
-                    self._session.must_be_up()
-                    await self._waiters.wait(name)
+                if name not in self._offers:
+                    await self._offer(name)
                 self._session.must_be_up()
                 task = self._tasks.get(name)
                 if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
@@ -245,16 +251,32 @@ class Imports:
         except TimeoutError as error:
             if isinstance(error, HixlError):
                 raise
-            who = f"peer {self._session.name!r}"
             if name in self._offers:
+                who = f"peer {self._session.name!r}"
                 text = f"{who} exports region {name!r}, but it could not be imported within {timeout:g} s"
             else:
-                known = ", ".join(self._offers) or "none"
-                text = (
-                    f"{who} did not export region {name!r} within {timeout:g} s; it exports: {known} "
-                    "(a region with access 'none' is not exported, nor one that its grant= keeps from this engine)"
-                )
+                text = self._not_offered(name, timeout)
             raise WaitTimeoutError(text, peer=self._session.name) from None
+
+    async def _offer(self, name: str) -> None:
+        """Wait until the peer offers a region; a wait of more than `PATIENCE` seconds is logged once."""
+        reminder = self._loop.call_later(PATIENCE, lambda: logger.warning("%s", self._not_offered(name, PATIENCE)))
+        try:
+            while name not in self._offers:
+                self._session.must_be_up()
+                await self._waiters.wait(name)
+        finally:
+            reminder.cancel()
+
+    def _not_offered(self, name: str, seconds: float | None) -> str:
+        names = list(self._offers)
+        known = ", ".join(names[:NAMES_SHOWN]) or "none"
+        if len(names) > NAMES_SHOWN:
+            known += f" and {len(names) - NAMES_SHOWN} more"
+        return (
+            f"peer {self._session.name!r} did not export region {name!r} within {seconds:g} s; it exports: {known} "
+            "(a region with access 'none' is not exported, nor one that its grant= keeps from this engine)"
+        )
 
     async def _import(self, name: str, number: int) -> RemoteRegion:
         try:

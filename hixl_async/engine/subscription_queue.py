@@ -9,6 +9,7 @@ from typing import Generic, Self, TypeVar
 from .._core import Core
 from ..core import in_flight
 from ..core.transfer import Transfer, wake
+from ..core.unpicklable import unpicklable
 from ..errors import ClosedError
 
 __all__ = ["BoundedQueue", "SubscriptionQueue"]
@@ -80,6 +81,8 @@ class SubscriptionQueue(Generic[T]):
 
     It ends when it is closed, when the engine closes, or when the last reference to it is dropped.
     """
+
+    __reduce__ = unpicklable("send the items, or subscribe there")
 
     def __init__(self, core: Core, queue: BoundedQueue[T], forget: Callable[[BoundedQueue[T]], None]) -> None:
         """

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ..core.unpicklable import unpicklable
 from ..engine.arguments import positive_seconds, whole_number
 from ..engine.started import Started
 from ..errors import ClosedError, InvalidArgumentError, RangeError
@@ -41,6 +42,8 @@ class Blocks:
 
     Blocks are closed with a ResourceWarning when the last reference to them and to their stream is dropped.
     """
+
+    __reduce__ = unpicklable("send blocks.ticket(), with which the other process fills them")
 
     def __init__(self, lease: Lease, grant: Grant) -> None:
         #: The block ids, in the order of the tokens.

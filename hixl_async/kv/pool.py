@@ -12,6 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..core.unpicklable import unpicklable
 from ..engine.arguments import positive_seconds
 from ..engine.started import Started
 from ..errors import AccessError, BusyError, ClosedError, InvalidArgumentError, RangeError, TicketError
@@ -75,6 +76,8 @@ class Pool:
     :raises DriverError: if there is not enough memory.
     :raises ClosedError: if the engine is closed.
     """
+
+    __reduce__ = unpicklable("make one there, with an engine of its own")
 
     _complete = False  # True once `__init__` has succeeded
 
@@ -140,7 +143,8 @@ class Pool:
         except BaseException:
             self._revoke_regions()
             raise
-        engine.on_close(_closer(weakref.ref(self)))
+        self._on_engine_close = _closer(weakref.ref(self))
+        engine.on_close(self._on_engine_close)
         self._complete = True
 
     def __repr__(self) -> str:
@@ -323,6 +327,7 @@ class Pool:
         if self.closed:
             return
         self._context.closed = True
+        self.engine.remove_close_callback(self._on_engine_close)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ClosedError(f"pool {self.name!r} was closed"))

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ..control import printable
 from ..errors import (
     HixlError,
     InvalidArgumentError,
@@ -309,4 +310,4 @@ def _field(body: Mapping[str, Any], name: str, kind: type[_Kind]) -> _Kind:
 
 
 def _reason(body: Mapping[str, Any]) -> str:
-    return _field(body, "reason", str)[:REASON_CHARACTERS]
+    return printable(_field(body, "reason", str), REASON_CHARACTERS)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..core.unpicklable import unpicklable
 from ..engine.arguments import whole_number
 from ..engine.started import Started
 from ..engine.waiters import Waiters
@@ -52,6 +53,8 @@ class PushStream:
 
     A stream that lacks layers is aborted with a ResourceWarning when the last reference to it is dropped.
     """
+
+    __reduce__ = unpicklable("open one there, with a pool of its own")
 
     def __init__(self, producer: Producer, pool: object) -> None:
         self._producer = producer

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..core.unpicklable import unpicklable
 from ..engine.arguments import whole_number
 from ..engine.started import Started
 from ..engine.waiters import Waiters
@@ -30,6 +31,8 @@ class LayerStream:
     Iterate it, or wait for single layers.  Any number of tasks may wait; all see the same landings and the same outcome,
     whenever they begin.
     """
+
+    __reduce__ = unpicklable("wait for the layers here")
 
     def __init__(self, consumer: Consumer, blocks: object) -> None:
         self._consumer = consumer

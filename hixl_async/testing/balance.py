@@ -100,7 +100,7 @@ class BalanceSheet:
             await self.settle()
 
 
-async def until(condition: Callable[[], object], *, timeout: float = 5.0, what: str = "the condition") -> None:
+async def until(condition: Callable[[], object], *, timeout: float = 30.0, what: str = "the condition") -> None:
     """Wait until a condition is true; the loop runs meanwhile.
 
     :param condition: a function that returns a true value once the condition is true; called often.

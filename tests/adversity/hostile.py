@@ -1,7 +1,7 @@
-"""Peers that mean harm; they run in processes of their own (`hixl_async.testing.PeerProcess.run`).
+"""Malicious peers, which run in processes of their own (`hixl_async.testing.PeerProcess.run`).
 
 Each attack is a coroutine function of a `Puppet` that is up, and has what it was granted mapped: region "granted" for
-writing, region "readable" for reading.  It goes on for as long as it likes, and what it answers is shown if the test fails.
+writing, region "readable" for reading.  It may take any time; what it returns is shown if the test fails.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class Intruder:
 
     @property
     def going(self) -> bool:
-        """True until it has gone on for long enough, or was thrown out."""
+        """True until the attack has lasted long enough, or the engine has closed the connection."""
         return time.monotonic() < self.until and not self.actor.lost.done()
 
-    async def breathe(self) -> None:
+    async def checkpoint(self) -> None:
         await asyncio.sleep(0)
 
     def notify(self, size: int = 1) -> bool:
@@ -92,7 +92,7 @@ class Intruder:
         return True
 
     def try_(self, what: Callable[[], Any]) -> str:
-        """What came of something that should not work."""
+        """Return the result of an operation that should fail."""
         try:
             return f"worked: {what()!r}"
         except (OSError, ValueError) as error:
@@ -103,7 +103,7 @@ class Intruder:
 
 
 async def clear_flags(self: Intruder) -> list[str]:
-    """Turns O_NONBLOCK off, and everything else that can be turned, on all that both sides hold."""
+    """Clear O_NONBLOCK and every other flag that can be cleared, on all descriptors that both sides hold."""
     tried = []
     for fd in (self.link.their_bell, self.link.read_end, self.link.bell, self.link.their_segment, self.granted_fd):
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -113,12 +113,12 @@ async def clear_flags(self: Intruder) -> list[str]:
         tried.append(self.try_(lambda fd=fd: fcntl.fcntl(fd, 1031, 1 << 20)))  # F_SETPIPE_SZ
     while self.going:
         self.notify()
-        await self.breathe()
+        await self.checkpoint()
     return tried
 
 
 async def fill_their_doorbell(self: Intruder) -> str:
-    """The victim's bell is reopened for writing and stuffed; what cannot ring must not block."""
+    """Reopen the victim's doorbell for writing and fill it; the victim must not block on it."""
     path = f"/proc/self/fd/{self.link.their_bell}"
     with contextlib.suppress(OSError):
         os.chmod(path, 0o666)
@@ -139,19 +139,19 @@ async def fill_their_doorbell(self: Intruder) -> str:
 
 
 async def steal_wakeups(self: Intruder) -> int:
-    """Rings, and takes the ring back before the victim sees it."""
+    """Ring the doorbell, and drain it before the victim sees it."""
     stolen = 0
     while self.going:
         self.link.ring(3)
         with contextlib.suppress(BlockingIOError):
             stolen += len(os.read(self.link.read_end, 4096))
         self.link.theirs[ARMED] = stolen % 2
-        await self.breathe()
+        await self.checkpoint()
     return stolen
 
 
-async def ring_like_mad(self: Intruder) -> int:
-    """The victim is woken as often as can be, for nothing."""
+async def ring_continuously(self: Intruder) -> int:
+    """Wake the victim as often as possible, without a reason."""
     rings = 0
     while self.going:
         self.link.theirs[ARMED] = 1
@@ -159,23 +159,23 @@ async def ring_like_mad(self: Intruder) -> int:
         self.link.ring(4096)
         rings += 1
         if rings % 50 == 0:
-            await self.breathe()
+            await self.checkpoint()
     return rings
 
 
 async def close_our_doorbell(self: Intruder) -> None:
-    """Half of the link goes, the rest stays."""
+    """Close half of the link, and keep the rest."""
     os.dup2(os.open("/dev/null", os.O_RDWR), self.link.bell)
     os.dup2(self.link.bell, self.link.read_end)
     while self.going:
-        await self.breathe()
+        await self.checkpoint()
 
 
 # -- rings
 
 
 async def scribble(self: Intruder) -> int:
-    """All words of both halves, and the ring, at random."""
+    """Write random values into all words of both halves, and into the ring."""
     chance, writes = random.Random(7), 0
     while self.going:
         half = chance.choice([self.link.theirs, self.link.ours])
@@ -186,22 +186,22 @@ async def scribble(self: Intruder) -> int:
         self.link.ring()
         writes += 1
         if writes % 100 == 0:
-            await self.breathe()
+            await self.checkpoint()
     return writes
 
 
 async def flood_notes(self: Intruder) -> int:
-    """Well-formed notifications for nobody, as fast as they fit."""
+    """Send well-formed notifications without a subscriber, as fast as they fit."""
     sent = 0
     while self.going:
         for _ in range(64):
             sent += self.notify(900)
-        await self.breathe()
+        await self.checkpoint()
     return sent
 
 
 async def lie_about_lengths(self: Intruder) -> None:
-    """One record after another whose lengths cannot be."""
+    """Publish one record after another with impossible lengths."""
     for total, topic, note in [
         (0, 0, 0),
         (16, 0xFFFFFFF0, 0x20),
@@ -215,24 +215,24 @@ async def lie_about_lengths(self: Intruder) -> None:
         self.link.ring()
         await asyncio.sleep(0.01)
     while self.going:
-        await self.breathe()
+        await self.checkpoint()
 
 
 async def answer_fences_wrongly(self: Intruder) -> None:
-    """Says that it is fenced, gone, wants room and is back again."""
+    """Claim in turn to be fenced, to be gone, to want room, and to be back."""
     while self.going:
         for word in (FENCED, GONE, WANT_SPACE, FENCE):
             self.link.theirs[word] ^= 1
             self.link.ours[word] ^= 1
             self.link.ring()
-        await self.breathe()
+        await self.checkpoint()
 
 
 # -- segments
 
 
 async def punch_and_truncate(self: Intruder) -> list[str]:
-    """Changes sizes, punches holes, asks for other seals: on grants and on both halves."""
+    """Change sizes, punch holes and ask for other seals, on grants and on both halves."""
     results = []
     libc = _libc
     while self.going:
@@ -245,12 +245,12 @@ async def punch_and_truncate(self: Intruder) -> list[str]:
                 self.try_(lambda fd=fd: libc.fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(1 << 20))),
                 self.try_(lambda fd=fd: os.lockf(fd, os.F_TLOCK, 0)),
             ]
-        await self.breathe()
+        await self.checkpoint()
     return results
 
 
 async def write_what_is_readable(self: Intruder) -> list[str]:
-    """As the same user it may succeed by way of /proc, which the documentation says; never through its grant."""
+    """Write what is granted for reading: by /proc the same user may succeed, as documented; by the grant never."""
     return [
         self.try_(lambda: os.pwrite(self.readable_fd, b"evil", 0)),
         self.try_(lambda: mmap.mmap(self.readable_fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)),
@@ -258,8 +258,8 @@ async def write_what_is_readable(self: Intruder) -> list[str]:
     ]
 
 
-async def change_under_its_eyes(self: Intruder) -> int:
-    """Its own grant, all the time: the victim must cope with data that changes while it looks."""
+async def change_while_it_reads(self: Intruder) -> int:
+    """Change the granted memory all the time: the victim must cope with data that changes while it reads."""
     chance, rounds = random.Random(3), 0
     size = len(self.granted)
     while self.going:
@@ -267,12 +267,12 @@ async def change_under_its_eyes(self: Intruder) -> int:
         self.granted[at : at + 64] = chance.randbytes(64)
         rounds += 1
         if rounds % 100 == 0:
-            await self.breathe()
+            await self.checkpoint()
     return rounds
 
 
 async def forward(self: Intruder) -> int:
-    """Hands everything it was given to another process, which goes on after it has died."""
+    """Pass everything it was given to another process, which goes on after this one has died."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     pid = os.fork()
     if pid == 0:
@@ -292,7 +292,7 @@ async def forward(self: Intruder) -> int:
 
 
 async def flood_control(self: Intruder) -> int:
-    """Valid messages as fast as the socket takes them."""
+    """Send valid messages as fast as the socket takes them."""
     sent = 0
     messages: list[tuple[str, dict[str, Any]]] = [
         ("region.up", {"id": 1, "name": "x", "size": 1, "access": 1}),
@@ -316,7 +316,7 @@ async def flood_control(self: Intruder) -> int:
 
 
 async def flood_region_get(self: Intruder) -> int:
-    """Each costs the victim a descriptor, a message, and a look at /proc."""
+    """Request regions: each request costs the victim a descriptor, a message, and a look at /proc."""
     sent = 0
     while self.going:
         with contextlib.suppress(HixlError):
@@ -328,12 +328,12 @@ async def flood_region_get(self: Intruder) -> int:
                 os.close(fd)
                 self.actor._fds.remove(fd)
         self.actor._heard.clear()
-        await self.breathe()
+        await self.checkpoint()
     return sent
 
 
 async def flood_without_reading(self: Intruder) -> int:
-    """Asks and asks, and never takes an answer."""
+    """Send request after request, and never read an answer."""
     loop = asyncio.get_running_loop()
     loop.remove_reader(self.actor.connection._channel.fileno())
     sent = 0
@@ -354,25 +354,25 @@ def _raw(self: Intruder, data: bytes) -> None:
 
 
 async def oversized_message(self: Intruder) -> None:
-    """A packet that is longer than any message may be."""
+    """Send a packet that is longer than any message may be."""
     self.actor.connection._channel.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # type: ignore[attr-defined]
     _raw(self, b'{"body":{"x":"' + b"x" * 100_000 + b'"},"kind":"post"}')
     while self.going:
-        await self.breathe()
+        await self.checkpoint()
 
 
 async def garbage(self: Intruder) -> None:
-    """What is no message."""
+    """Send packets that are not messages."""
     chance = random.Random(5)
     _raw(self, chance.randbytes(1000))
     _raw(self, b'{"body":{},"kind":"post"}' + b"\0")
     _raw(self, b"[" * 10_000)
     while self.going:
-        await self.breathe()
+        await self.checkpoint()
 
 
-async def messages_to_choke_on(self: Intruder) -> None:
-    """Well-formed as a message, expensive to look at; the last one is more than anybody may send."""
+async def expensive_messages(self: Intruder) -> None:
+    """Send well-formed messages that are expensive to parse; the last one is over the limit."""
     for value in (
         "{" + ",".join(f'"{i}":{i}' for i in range(4000)) + "}",
         '"' + "\\u0041" * 9000 + '"',
@@ -381,29 +381,29 @@ async def messages_to_choke_on(self: Intruder) -> None:
     ):
         for _ in range(20):
             _raw(self, b'{"body":{"body":{"x":' + value.encode() + b'},"service":"hixl.ping"},"kind":"post"}')
-            await self.breathe()
+            await self.checkpoint()
     while self.going:
-        await self.breathe()
+        await self.checkpoint()
 
 
 async def stray_descriptors(self: Intruder) -> None:
-    """Descriptors of all kinds, where none belong; a socket that lingers among them."""
+    """Send descriptors of all kinds where none belong, a lingering socket among them."""
     lingering = socket.socket()
     lingering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
     fds = [lingering.fileno(), os.open("/dev/null", os.O_RDONLY), os.open("/", os.O_RDONLY), os.eventfd(0)]
     self.actor.say("post", fds=fds, service="hixl.ping", body={})
     while self.going:
-        await self.breathe()
+        await self.checkpoint()
 
 
 async def never_answer(self: Intruder) -> None:
-    """It is there, and silent."""
+    """Stay connected, and answer nothing."""
     while self.going:
         await asyncio.sleep(0.01)
 
 
 async def offer_bogus_regions(self: Intruder) -> int:
-    """Every name that is asked for it has, with addresses, sizes and rights that cannot be."""
+    """Offer every region that is asked for, with impossible addresses, sizes and rights."""
     chance, answered = random.Random(11), 0
     self.actor.say("region.up", id=1, name="bogus", size=4096, access=3)
     while self.going:
@@ -436,16 +436,16 @@ async def offer_bogus_regions(self: Intruder) -> int:
 ATTACKS: dict[str, Attack] = {
     function.__name__: function
     for function in (
-        clear_flags, fill_their_doorbell, steal_wakeups, ring_like_mad, close_our_doorbell, scribble, flood_notes,
-        lie_about_lengths, answer_fences_wrongly, punch_and_truncate, write_what_is_readable, change_under_its_eyes,
-        flood_control, flood_region_get, flood_without_reading, oversized_message, garbage, messages_to_choke_on,
+        clear_flags, fill_their_doorbell, steal_wakeups, ring_continuously, close_our_doorbell, scribble, flood_notes,
+        lie_about_lengths, answer_fences_wrongly, punch_and_truncate, write_what_is_readable, change_while_it_reads,
+        flood_control, flood_region_get, flood_without_reading, oversized_message, garbage, expensive_messages,
         stray_descriptors, never_answer, offer_bogus_regions,
     )
 }  # fmt: skip
 
 
 async def attack(engine: Engine, address: str, what: str, seconds: float) -> Any:
-    """Runs one attack; answers what it thinks of it."""
+    """Run one attack; return its result."""
     global SECONDS
     SECONDS = seconds
     actor = await Puppet.dial(address, name=f"hostile: {what}")
@@ -459,7 +459,7 @@ async def attack(engine: Engine, address: str, what: str, seconds: float) -> Any
 
 
 async def attack_and_forward(engine: Engine, address: str) -> int:
-    """Connects, and lets a child go on with what it got."""
+    """Connect, and let a child go on with the descriptors."""
     actor = await Puppet.dial(address, name="hostile: forward")
     await actor.up()
     intruder = Intruder(actor)
@@ -469,7 +469,7 @@ async def attack_and_forward(engine: Engine, address: str) -> int:
 
 
 async def claim_a_pid(engine: Engine, address: str, pid: int, target: int) -> str:
-    """Links in the name of another process, then offers a "region" in the memory of that process."""
+    """Link in the name of another process, then offer a "region" in the memory of that process."""
     actor = await Puppet.dial(address, name="hostile: pid")
     _kept.append(actor)
     actor.start()
@@ -487,7 +487,7 @@ async def claim_a_pid(engine: Engine, address: str, pid: int, target: int) -> st
 
 
 async def impersonate(engine: Engine, address: str, other: str, incarnation: str) -> None:
-    """Says that it is another engine, by its name, address and incarnation."""
+    """Claim to be another engine, with its name, address and incarnation."""
     actor = await Puppet.dial(address, name="friend", address=other, incarnation=incarnation)
     await actor.up()
     _kept.append(actor)
@@ -497,7 +497,7 @@ async def impersonate(engine: Engine, address: str, other: str, incarnation: str
 
 
 async def stage_that_stops(engine: Engine, step: str) -> str:
-    """Listens like an engine that stops working at a step; `reached` waits until somebody is there."""
+    """Listen like an engine that stops working at a step; `reached` waits until a dialler is there."""
     theatre = stage()
     made = await theatre.__aenter__()
     _kept.append(theatre)
@@ -506,12 +506,12 @@ async def stage_that_stops(engine: Engine, step: str) -> str:
 
 
 async def reached(engine: Engine) -> None:
-    """Waits until `stage_that_stops` is where it stops."""
+    """Wait until `stage_that_stops` is where it stops."""
     await next(one for one in _kept if isinstance(one, asyncio.Task))
 
 
 async def dial_and_stop(engine: Engine, address: str, step: str) -> None:
-    """Dials, and stops working at a step."""
+    """Dial, and stop working at a step."""
     await _stop_at(Puppet.dial(address), step)
 
 
@@ -529,7 +529,7 @@ async def _stop_at(coming: Any, step: str) -> None:
 
 
 def leave_a_child(engine: Engine) -> int:
-    """A child that holds all descriptors of this process, and sleeps."""
+    """Start a child that holds all descriptors of this process, and sleeps."""
     pid = os.fork()
     if pid == 0:
         time.sleep(60)
@@ -538,7 +538,7 @@ def leave_a_child(engine: Engine) -> int:
 
 
 async def half_handshakes(engine: Engine, address: str, seconds: float) -> int:
-    """Comes and goes at every byte of the handshake, or stays and says nothing."""
+    """Break off after every byte of the handshake, or stay connected and say nothing."""
     host, _, port = address.rpartition(":")
     hello = codec.frame(codec.encode("hello", {"magic": "hixl-async", "versions": [1, 1], "secret": False}))
     pieces = [b"", hello[:1], hello[:5], hello, hello * 3, b"\xff\xff\xff\xff", b"\0\0\0\0", os.urandom(64)]

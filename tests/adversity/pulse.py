@@ -1,4 +1,4 @@
-"""How long a loop is kept from running."""
+"""A measure of how long the loop is kept from running."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TICK = 0.001
 
 
 class Pulse:
-    """Ticks every millisecond; remembers the longest pause between two ticks, on the wall and in CPU time of this thread.
+    """A tick every millisecond, and the longest pause between two ticks, in wall time and in CPU time of this thread.
 
-    On a machine that others use too the wall says little; what the loop itself did to be late costs CPU time, or is a
-    system call that blocked.  The loop's debug mode is off meanwhile: it looks at the files of the whole stack for each
+    On a shared machine wall time says little; a delay that the loop causes itself costs CPU time, or is a
+    system call that blocked.  The loop's debug mode is off meanwhile, because it looks at the files of the whole stack for each
     handle that is made, some of them in each pass of the loop, and would be most of what is measured.
     """
 

@@ -1,8 +1,8 @@
-"""A peer that authenticates and then means harm: the loop keeps running, nothing outside its grants is touched, others notice
-nothing.
+"""A peer that authenticates and then attacks: the loop keeps running, nothing outside its grants is touched, and other peers
+are not disturbed.
 
 The victim has memory of every kind: granted to the hostile peer for writing and for reading, granted to a friend, and to
-nobody.  While the attack goes on the friend works, the victim works with the friend, and a pulse measures the loop.
+no peer.  During the attack the friend works, the victim works with the friend, and a pulse measures the loop.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 async def _use(scene: Scene, peer: Peer) -> None:
-    """The victim goes on using the hostile peer as if nothing were; whatever comes of it must be one of our errors."""
+    """Go on using the hostile peer as if nothing were wrong; every error must be one of ours."""
     region = scene.victim.allocate("victim's own", 4096)
     remote: RemoteRegion | None = None
     while peer.state is PeerState.UP:
@@ -95,7 +95,7 @@ async def _use(scene: Scene, peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("what", ATTACKS)
-async def test_attack(scene: Scene, what: str, figure: Figure) -> None:
+async def test_an_attack_harms_no_others(scene: Scene, what: str, figure: Figure) -> None:
     victim, accepted = scene.victim, scene.victim.accepted()
     notes = victim.notifications("friend")
     exercising = asyncio.ensure_future(scene.friend.run("adversity.work:exercise", address=victim.address, rounds=30))
@@ -122,8 +122,8 @@ async def test_attack(scene: Scene, what: str, figure: Figure) -> None:
     assert pulse.worst_cpu < 0.5, f"the loop was kept busy: {pulse}; {answer}"
 
 
-async def test_a_grant_is_all_that_one_gets(scene: Scene) -> None:
-    """Through the descriptors themselves; what one user's processes can do to each other by /proc is another matter."""
+async def test_a_peer_reaches_no_more_than_its_grants(scene: Scene) -> None:
+    """Through the descriptors themselves; what processes of one user can do to each other by /proc is not covered."""
     answer = await scene.villain.run(
         "adversity.hostile:attack", address=scene.victim.address, what="write_what_is_readable", seconds=0.1
     )
@@ -131,8 +131,8 @@ async def test_a_grant_is_all_that_one_gets(scene: Scene) -> None:
     assert "Error" in answer[0], answer
 
 
-async def test_forwarded_descriptors(scene: Scene) -> None:
-    """What it was granted it can hand on; nothing else, and the death that counts is its own."""
+async def test_forwarded_descriptors_convey_the_grants_only(scene: Scene) -> None:
+    """It can pass on what it was granted, and nothing else; the death that counts is its own."""
     child = await scene.villain.run("adversity.hostile:attack_and_forward", address=scene.victim.address)
     peer = scene.victim.peers[0]
     await until(lambda: bytes(memoryview(scene.granted)[:64]) != bytes(64))
@@ -144,8 +144,8 @@ async def test_forwarded_descriptors(scene: Scene) -> None:
         os.kill(child, 9)
 
 
-async def test_many_who_come_and_go(scene: Scene, figure: Figure) -> None:
-    """Half handshakes by the hundred, and silent ones that stay: a friend still gets in."""
+async def test_many_short_connections_keep_no_peer_out(scene: Scene, figure: Figure) -> None:
+    """Hundreds of incomplete handshakes, and silent connections that stay: a friend still connects."""
     victim = scene.victim
     async with Pulse() as pulse:
         coming = asyncio.ensure_future(
@@ -159,8 +159,8 @@ async def test_many_who_come_and_go(scene: Scene, figure: Figure) -> None:
         await late.connect(victim.address, timeout=30)
 
 
-async def test_a_claimed_pid_leads_nowhere(scene: Scene) -> None:
-    """The intruder names a third process: nothing of that process is read or written."""
+async def test_a_claimed_pid_gives_no_access(scene: Scene) -> None:
+    """The intruder names a third process: no memory of that process is read or written."""
     buffer = ctypes.create_string_buffer(os.urandom(64), 64)
     before = buffer.raw
     closing = []
@@ -179,12 +179,12 @@ async def test_a_claimed_pid_leads_nowhere(scene: Scene) -> None:
             await peer.region("stolen")
         assert await claiming == "region.gone"
         assert buffer.raw == before
-        closing.append(asyncio.ensure_future(peer.aclose()))  # nobody says goodbye to it
+        closing.append(asyncio.ensure_future(peer.aclose()))  # it gets no goodbye
     await asyncio.gather(*closing)
 
 
-async def test_an_impostor(scene: Scene) -> None:
-    """It says that it is the friend; who dials the friend gets the friend all the same."""
+async def test_an_impostor_takes_no_peers_place(scene: Scene) -> None:
+    """It claims to be the friend; a dialler of the friend's address gets the friend all the same."""
     true = await scene.friend.run("adversity.work:who")
     await scene.villain.run(
         "adversity.hostile:impersonate",
@@ -199,15 +199,15 @@ async def test_an_impostor(scene: Scene) -> None:
     assert (await peer.request("adversity.who", {}))["pid"] == scene.friend.pid
 
 
-async def test_the_victim_dials_somebody_hostile(scene: Scene) -> None:
-    """The same at the other end: whoever listens there may be anybody."""
+async def test_a_hostile_listener(scene: Scene) -> None:
+    """The same at the other end: the listener is hostile."""
     for step in ("established", "listening", "linked"):
         address = await scene.villain.run("adversity.hostile:stage_that_stops", step=step)
         with pytest.raises(ConnectError):
             await scene.victim.connect(address, timeout=0.3)
 
 
-async def test_close_in_the_middle_of_an_attack() -> None:
+async def test_close_during_an_attack() -> None:
     for what in ("flood_control", "scribble", "flood_notes"):
         async with peer_process(name="villain") as villain, Engine("127.0.0.1:0", close_timeout=0.5) as victim:
             victim.allocate("granted", SIZE, access="read-write")

@@ -1,4 +1,4 @@
-"""kill -9, of either side and in the middle of everything: a typed error at once, no hang, and nothing left."""
+"""SIGKILL of either side at any moment: a typed error at once, no hang, and nothing left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def _failure(what: Any) -> BaseException:
 
 
 async def test_the_owner_is_killed_with_everything_in_flight(figure: Figure) -> None:
-    """Large writes, reads, notifications that wait for room, requests, and waits for what will never come."""
+    """Large writes, reads, notifications that wait for room, requests, and waits without an answer."""
     drivers = {"shm": {"ring_bytes": 4096, "pending_notes": 64, "threads": 1, "chunk_bytes": 65536}}
     async with peer_process(regions={"kv": SIZE}) as process, Engine(drivers=drivers) as engine:
         peer = await engine.connect(process.address)
@@ -96,8 +96,8 @@ async def test_the_owner_is_killed_while_notifications_wait(figure: Figure) -> N
 
 
 @pytest.mark.parametrize("round", range(3))
-async def test_the_writer_is_killed_in_the_middle(round: int, figure: Figure) -> None:
-    """Its death is confirmed, so the memory that it was writing is ours again at once."""
+async def test_the_writer_is_killed_during_a_write(round: int, figure: Figure) -> None:
+    """Its death is confirmed, so the memory that it was writing is free again at once."""
     async with peer_process() as process, Engine("127.0.0.1:0", name="owner", close_timeout=30) as engine:
         region = engine.allocate("kv", SIZE, access="write")
         borrowed = bytearray(2 << 20)
@@ -171,7 +171,7 @@ async def test_killed_while_being_accepted(step: str) -> None:
 
 
 async def test_killed_and_restarted_at_the_same_address(figure: Figure) -> None:
-    """B14: old handles fail at once, `connect` gives the new one, also right after the kill, when nobody told us yet."""
+    """Old handles fail at once, and `connect` gives the new peer, also right after the kill, before the death is noticed."""
     async with Engine() as engine:
         address, remotes, peers = "127.0.0.1:0", [], []
         async with peer_process() as reserve:
@@ -197,8 +197,8 @@ async def test_killed_and_restarted_at_the_same_address(figure: Figure) -> None:
         assert engine.driver_stats()["shm"]["links"] == 0
 
 
-async def test_connect_right_after_the_death_that_nobody_told_us_of() -> None:
-    """The loop has not run since: `connect` looks for itself, and does not answer with the dead one."""
+async def test_connect_right_after_an_unnoticed_death() -> None:
+    """The loop has not run since: `connect` checks by itself, and does not return the dead peer."""
     async with peer_process() as process, Engine() as engine:
         peer = await engine.connect(process.address)
         process.kill()
@@ -224,7 +224,7 @@ async def test_a_child_of_the_dead_holds_its_sockets_open(figure: Figure) -> Non
             os.kill(child, 9)
 
 
-async def test_both_are_killed_and_a_third_goes_on() -> None:
+async def test_a_third_process_survives_the_death_of_both() -> None:
     async with (
         Engine("127.0.0.1:0", name="third") as engine,
         peer_process(name="one") as one,
@@ -268,7 +268,7 @@ async def _end(process: PeerProcess) -> None:
     await process.aclose()
 
 
-async def test_nothing_piles_up_over_many_deaths() -> None:
+async def test_many_deaths_leave_nothing() -> None:
     async with Engine("127.0.0.1:0", name="survivor") as engine:
         region = engine.allocate("kv", 4096, access="read-write")
         known: list[Peer] = []

@@ -1,4 +1,4 @@
-"""SIGSTOP: time proves nothing.  Deadlines fire, memory stays pinned, and SIGCONT an hour later corrupts nothing."""
+"""SIGSTOP: silence proves no death.  Timeouts fire, memory stays pinned, and SIGCONT an hour later corrupts nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hixl_async.testing import peer_process, until
 SIZE = 64 << 20
 
 
-async def test_a_writer_is_stopped_in_the_middle(caplog: pytest.LogCaptureFixture) -> None:
-    """It holds memory that it may be writing: that stays pinned until it goes on and says that it is done."""
+async def test_a_writer_is_stopped_during_a_write(caplog: pytest.LogCaptureFixture) -> None:
+    """Memory that it may be writing stays pinned until it continues and reports that it is done."""
     async with peer_process(name="writer") as process, Engine("127.0.0.1:0", name="owner", close_timeout=0.3) as engine:
         region = engine.allocate("kv", SIZE, access="write")
         borrowed = bytearray(SIZE)
@@ -45,7 +45,7 @@ async def test_a_writer_is_stopped_in_the_middle(caplog: pytest.LogCaptureFixtur
         with pytest.raises(BufferError):
             borrowed.append(1)
 
-        # What comes next lies elsewhere, and is not touched by what the writer finishes later.
+        # The next memory lies elsewhere, and is not touched when the writer finishes later.
         fresh, other = engine.allocate("kv", SIZE, access="read"), bytearray(SIZE)
         pattern = bytes(range(256)) * (SIZE // 256)
         memoryview(fresh)[:] = other[:] = pattern
@@ -73,8 +73,8 @@ async def test_a_stopped_writer_that_dies_gives_everything_back() -> None:
         await until(lambda: engine.stats().peers == 0)
 
 
-async def test_a_stopped_owner_stops_no_copies_but_its_answers() -> None:
-    """We move the bytes ourselves; only what needs the other process waits, each with a timeout of its own."""
+async def test_a_stopped_owner_delays_answers_but_no_copies() -> None:
+    """Copies need only this process; what needs the other process waits, each with a timeout of its own."""
     async with peer_process(regions={"kv": SIZE}) as process, Engine() as engine:
         peer = await engine.connect(process.address)
         remote = await peer.region("kv")
@@ -113,8 +113,8 @@ async def test_leaving_a_stopped_peer_is_bounded() -> None:
 
 
 async def test_closing_an_engine_with_a_stopped_writer(loop_errors: list[dict[str, Any]]) -> None:
-    """Bounded; what was borrowed from others is leaked, loudly; what is ours alone is given back."""
-    from hixl_async.engine import regions as sharing
+    """Closing is bounded; memory that the writer may still write is leaked, with a warning; the rest is given back."""
+    from hixl_async.engine import regions
 
     async with peer_process(name="writer") as process:
         borrowed = bytearray(2 << 20)
@@ -136,7 +136,7 @@ async def test_closing_an_engine_with_a_stopped_writer(loop_errors: list[dict[st
         process.kill()
         await process.exited()
     # Now that it is dead; the engine that would have heard of it is closed.
-    unpin(sharing._leaked.pop())
+    unpin(regions._leaked.pop())
     borrowed.append(1)
 
 
@@ -150,7 +150,7 @@ async def test_connecting_to_a_stopped_process() -> None:
         assert (await engine.connect(process.address)).state is PeerState.UP
 
 
-async def test_stopped_again_and_again() -> None:
+async def test_repeated_stops_lose_nothing() -> None:
     """Work goes on where it was, nothing is lost and nothing doubled."""
     async with peer_process(name="friend") as process, Engine("127.0.0.1:0") as engine:
         engine.allocate("shared", 4096, access="read-write")
@@ -168,7 +168,7 @@ async def test_stopped_again_and_again() -> None:
 
 
 async def test_a_peer_that_was_given_up_comes_back() -> None:
-    """Memory that it held stays pinned when it is given up; on its next connection it says that nothing is left of that."""
+    """Memory that it held stays pinned until it connects again and says that nothing is left of that."""
     async with peer_process(name="writer") as process, Engine("127.0.0.1:0", name="owner", close_timeout=0.2) as engine:
         region = engine.allocate("kv", 2 << 20, access="write")
         await process.connect(engine.address)
@@ -194,11 +194,11 @@ async def test_a_peer_that_was_given_up_while_stopped_finds_itself_lost() -> Non
         process.stop()
         await peer.aclose()
         process.resume()
-        await until_async(process, lambda stats: stats["peers"] == 0)
+        await wait_for_stats(process, lambda stats: stats["peers"] == 0)
         assert await process.stats() == {**await process.stats(), "regions": 1, "remote_regions": 0, "pinned": 0}
 
 
-async def until_async(process: Any, condition: Any) -> None:
+async def wait_for_stats(process: Any, condition: Any) -> None:
     async with asyncio.timeout(10):
         while not condition(await process.stats()):
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Two users that are not root on one host: with a secret they work together, and rights hold against all that one can try.
+"""Two users that are not root on one host: with a secret they work together, and rights hold against every attempt.
 
 Each side is a forked child with a user of its own (whose interpreter that user could not start), with an engine and a loop of
 its own; making them takes root.
@@ -80,7 +80,7 @@ def _child(uid: int, side: Side, sock: socket.socket) -> int:
 
 
 def both(owner: Side, reader: Side) -> None:
-    """Runs the two sides as two users, and expects both to end well."""
+    """Run the two sides as two users, and expect both to end without an error."""
     _load_everything()
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -90,7 +90,7 @@ def both(owner: Side, reader: Side) -> None:
 
 
 def _load_everything() -> None:
-    """All that is imported late, before we become somebody who may not read the files."""
+    """Import all modules that are imported late, because the other user may not be allowed to read the files."""
 
     async def use() -> None:
         async with engine_pair(secret=SECRET) as pair:
@@ -131,7 +131,7 @@ async def _work_reader(talk: Talk) -> None:
         assert back == b"r" * SIZE
         with pytest.raises(AccessError):
             engine.write(b"x", (await peer.region("read"))[0:1])
-        # The kernel lets nobody reach into another user's process; the error says what to do.
+        # The kernel lets no user reach into another user's process; the error says what to do.
         with pytest.raises(AccessError, match=r"another user.*allocate"):
             await peer.region("borrowed")
         assert (await notes.get()).payload == b"seen"
@@ -167,7 +167,7 @@ def test_without_a_secret_another_user_is_refused() -> None:
 
 
 async def _guarding_owner(talk: Talk) -> None:
-    """What others may write is there too, so that a reader's descriptor is of an inode that somebody can write."""
+    """Offer writable memory too, so that the reader's descriptor belongs to an inode that can be written."""
     async with Engine("127.0.0.1:0", name="owner", secret=SECRET) as engine:
         regions = [
             engine.allocate("sealed", SIZE, access="read"),
@@ -259,7 +259,7 @@ def _attempts(fd: int, pid: int, where: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def test_a_reader_can_write_in_no_way() -> None:
+def test_a_reader_cannot_write_in_any_way() -> None:
     both(_guarding_owner, _intruding_reader)
 
 

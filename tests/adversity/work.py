@@ -1,4 +1,4 @@
-"""What other processes are asked to do in these tests; see `hixl_async.testing.PeerProcess.run`."""
+"""Functions that these tests run in other processes; see `hixl_async.testing.PeerProcess.run`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _kept: list[Any] = []
 
 
 async def listen(engine: Engine, address: str) -> str:
-    """Opens a second engine at a given address."""
+    """Open a second engine at a given address."""
     other = await Engine(address, name="decode-0").open()
     _kept.append(other)
     other.allocate("kv", 4096, access="read-write")
@@ -22,7 +22,7 @@ async def listen(engine: Engine, address: str) -> str:
 
 
 async def hammer(engine: Engine, peer: str, region: str, size: int, notify: bool) -> None:
-    """Writes the whole of a region over and over, each time with another byte, until the process is ended."""
+    """Write the whole of a region over and over, each time with another byte, until the process is ended."""
     remote = await next(other for other in engine.peers if other.name == peer).region(region)
     local = engine.allocate(f"source of {region}", size)
     view = memoryview(local)
@@ -39,7 +39,7 @@ async def hammer(engine: Engine, peer: str, region: str, size: int, notify: bool
 
 
 async def exercise(engine: Engine, address: str, rounds: int) -> int:
-    """A well-behaved peer: moves data both ways, notifies and asks; answers how many rounds it did."""
+    """Move data both ways, notify and request, as a well-behaved peer does; return the number of rounds."""
     peer = await engine.connect(address)
     remote = await peer.region("shared")
     for number in range(rounds):
@@ -53,7 +53,7 @@ async def exercise(engine: Engine, address: str, rounds: int) -> int:
 
 
 async def serve_nothing(engine: Engine) -> None:
-    """A service that never answers."""
+    """Serve a service that never answers."""
 
     async def wait(peer: Any, body: dict[str, Any]) -> dict[str, Any]:
         await asyncio.Event().wait()
@@ -63,7 +63,7 @@ async def serve_nothing(engine: Engine) -> None:
 
 
 def dead_pid(engine: Engine) -> int:
-    """A pid that nobody has any more."""
+    """Return a pid that no process has any more."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -72,7 +72,7 @@ def dead_pid(engine: Engine) -> int:
 
 
 def names(engine: Engine) -> list[str]:
-    """The names of all Unix sockets of this process."""
+    """Return the names of all Unix sockets of this process."""
     inodes = {
         os.readlink(f"/proc/self/fd/{fd}")
         for fd in os.listdir("/proc/self/fd")
@@ -83,6 +83,6 @@ def names(engine: Engine) -> list[str]:
 
 
 def who(engine: Engine) -> dict[str, Any]:
-    """Who it is; it also tells its peers which process it is."""
+    """Return the engine's incarnation, and let its peers ask which process it is."""
     engine.serve("adversity.who", lambda peer, body: {"pid": os.getpid()})
     return {"incarnation": engine.incarnation}

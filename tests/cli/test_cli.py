@@ -37,7 +37,7 @@ def hixl(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Compl
 
 
 def failed(result: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
-    """It ended with `code` after one clear line."""
+    """Assert that a command ended with `code` after one clear line."""
     assert result.returncode == code, result
     assert result.stdout == ""
     assert result.stderr.startswith("hixl-async: ")
@@ -66,7 +66,7 @@ class Server:
         return line
 
     def memory(self, region: str) -> bytes:
-        """What is in one of its regions now."""
+        """Return the contents of one of its regions."""
         assert self.process.stdin is not None
         self.process.stdin.write(region + "\n")
         self.process.stdin.flush()
@@ -92,8 +92,8 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture
-def nobody() -> Iterator[str]:
-    """An address where nobody listens, and where nobody else can begin to."""
+def unused_address() -> Iterator[str]:
+    """An address on which no process listens, or can begin to."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{bound.getsockname()[1]}"
@@ -125,7 +125,7 @@ def test_info_as_json() -> None:
 
 
 def test_info_says_why_a_driver_is_missing(tmp_path: Path) -> None:
-    """A package may bring a driver whose library is not there; that is no reason to hide it."""
+    """A package may bring a driver whose library is missing; it is listed all the same."""
     package = tmp_path / "fabric-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: fabric\nVersion: 1.0\n")
@@ -151,7 +151,7 @@ def test_info_says_why_a_driver_cannot_be_opened() -> None:
 
 
 @pytest.mark.parametrize("without", [(), ("batch", "connect_async", "capability")])
-def test_info_shows_what_the_library_of_a_driver_can_do(without: tuple[str, ...]) -> None:
+def test_info_shows_the_abilities_of_a_drivers_library(without: tuple[str, ...]) -> None:
     root = build(without=without)
     result = hixl("info", env={"ASCEND_HOME_PATH": str(root)})
     assert result.returncode == 0
@@ -231,7 +231,7 @@ def test_ping_as_json(serve: Callable[..., Server]) -> None:
     assert "hixl.scratch" in facts["write"]["skipped"]
 
 
-def test_ping_carries_as_much_as_it_says(serve: Callable[..., Server]) -> None:
+def test_ping_carries_as_many_bytes_as_it_reports(serve: Callable[..., Server]) -> None:
     server = serve()
     for size in (0, cli.MAX_SIZE):
         facts = json.loads(hixl("ping", server.address, "--json", "--count", "1", "--size", str(size)).stdout)
@@ -300,8 +300,8 @@ def test_ping_with_the_wrong_secret_is_refused(serve: Callable[..., Server]) -> 
     failed(hixl("ping", server.address, env={"HIXL_ASYNC_SECRET": "some other secret"}), 3, "--secret-file")
 
 
-def test_secrets_are_not_taken_from_the_command_line(nobody: str) -> None:
-    result = hixl("ping", nobody, "--secret", SECRET)
+def test_secrets_are_not_taken_from_the_command_line(unused_address: str) -> None:
+    result = hixl("ping", unused_address, "--secret", SECRET)
     assert result.returncode == 2
     assert "unrecognized arguments" in result.stderr
 
@@ -312,8 +312,8 @@ def test_ping_with_another_domain_is_refused(serve: Callable[..., Server]) -> No
     assert "secret" not in result.stderr
 
 
-def test_ping_where_nobody_listens(nobody: str) -> None:
-    failed(hixl("ping", nobody), 1, nobody, "refused")
+def test_ping_without_a_listener(unused_address: str) -> None:
+    failed(hixl("ping", unused_address), 1, unused_address, "refused")
 
 
 def test_ping_of_something_that_says_nothing() -> None:
@@ -323,9 +323,9 @@ def test_ping_of_something_that_says_nothing() -> None:
 
 def test_ping_of_something_else() -> None:
     def greet() -> None:
-        with server.accept()[0] as visitor:
-            visitor.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            visitor.recv(1 << 16)
+        with server.accept()[0] as client:
+            client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            client.recv(1 << 16)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=greet)
@@ -369,7 +369,7 @@ def test_interrupted_ping(serve: Callable[..., Server]) -> None:
 
 
 def _wait_until_connected(process: subprocess.Popen[str]) -> None:
-    """Returns when the process maps memory of a link, and so is past the handshake."""
+    """Return when the process maps memory of a link, and so is past the handshake."""
     while "memfd:hixl_async" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None, process.communicate()
 
@@ -386,7 +386,7 @@ def _wait_until_connected(process: subprocess.Popen[str]) -> None:
         (["127.0.0.1:1", "--driver", "faulty"], "wraps another"),
     ],
 )
-def test_arguments_that_cannot_be_used(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_unusable_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     assert cli.main(["ping", *arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -394,7 +394,7 @@ def test_arguments_that_cannot_be_used(capsys: pytest.CaptureFixture[str], argum
     assert words in err
 
 
-def test_a_number_that_is_none_is_shown_as_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_number_is_shown_as_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("abc", "0", "nan", "1e400"):
         with pytest.raises(SystemExit) as ended:
             cli.main(["ping", "127.0.0.1:1", "--timeout", text])
@@ -424,15 +424,15 @@ def test_malformed_command_lines(arguments: list[str]) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_debug_shows_the_traceback(nobody: str) -> None:
-    for arguments in (["--debug", "ping", nobody], ["ping", nobody, "--debug"]):
+def test_debug_shows_the_traceback(unused_address: str) -> None:
+    for arguments in (["--debug", "ping", unused_address], ["ping", unused_address, "--debug"]):
         result = hixl(*arguments)
         assert result.returncode == 1
         assert "Traceback (most recent call last)" in result.stderr
         assert result.stderr.splitlines()[-1].startswith("hixl-async: ")
 
 
-def test_output_that_nobody_reads() -> None:
+def test_output_without_a_reader() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""The limit of a container's memory, read from folders that stand for ``/``."""
+"""The memory limit of a container, read from folders that stand for ``/``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mount(root: Path, version: int, own: str, top: str = "/") -> str:
 
 
 @both
-def test_the_least_of_all_levels(tmp_path: Path, version: int) -> None:
+def test_the_lowest_limit_of_all_levels_counts(tmp_path: Path, version: int) -> None:
     where = mount(tmp_path, version, "/pod/container")
     write(tmp_path, f"{where}/pod/container/{NAMES[version]}", 300 * MIB)
     write(tmp_path, f"{where}/pod/{NAMES[version]}", 200 * MIB)
@@ -49,10 +49,10 @@ def test_a_container_that_sees_its_own_part(tmp_path: Path, version: int, own: s
 
 @both
 @pytest.mark.parametrize("unlimited", ["max", "9223372036854771712"])
-def test_no_limit(tmp_path: Path, version: int, unlimited: str) -> None:
+def test_without_a_limit(tmp_path: Path, version: int, unlimited: str) -> None:
     write(tmp_path, f"{mount(tmp_path, version, '/')}/{NAMES[version]}", unlimited)
     assert memory_limit(str(tmp_path)) is None
 
 
-def test_no_cgroups(tmp_path: Path) -> None:
+def test_without_cgroups(tmp_path: Path) -> None:
     assert memory_limit(str(tmp_path)) is None

@@ -17,7 +17,7 @@ from .sides import Host, HostFactory
 
 @pytest.fixture(scope="session", autouse=True)
 def resolver_threads() -> None:
-    """The first name that uvloop looks up starts threads, which stay; that is no test's fault."""
+    """Start the threads that uvloop keeps from its first lookup of a name, so that no test seems to leak them."""
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop
 
@@ -51,7 +51,7 @@ async def listen() -> AsyncIterator[HostFactory]:
 
 
 class Stalls:
-    """The most of our own time that the loop spent on anything between two turns of its own."""
+    """The most CPU time of this thread that the loop spent between two of its passes."""
 
     def __init__(self) -> None:
         self.longest = 0.0

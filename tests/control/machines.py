@@ -54,7 +54,7 @@ Tamper = Callable[[int, bytes], list[bytes]]
 
 @dataclasses.dataclass
 class Outcome:
-    """How a handshake ended on both sides: established, failed, or waiting for a message that never came."""
+    """The outcome of a handshake on both sides: established, failed, or waiting for a message that never came."""
 
     dialler: Established | None = None
     listener: Established | None = None
@@ -71,7 +71,7 @@ def perform(
     unix: Credentials | str = credentials(),  # noqa: B008
     dialler_seen_as: Credentials | None = None,
 ) -> Outcome:
-    """Runs both machines until neither has anything to say.
+    """Run both machines until neither has anything to say.
 
     :param tamper: turns the n-th message into those that arrive in its place.
     :param unix: whom the dialler finds on the Unix socket, or why it cannot connect.

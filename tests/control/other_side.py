@@ -1,4 +1,4 @@
-"""A dialling process, for tests: ``python other_side.py '{"port": ..., ...}'``; says in JSON lines what happens to it.
+"""A dialling process, for tests: ``python other_side.py '{"port": ..., ...}'``; reports in JSON lines what happens to it.
 
 It lives in a process of its own so that it can be another user, live in other namespaces, or be killed.
 """
@@ -29,7 +29,7 @@ def unshare(what: int) -> None:
 
 
 async def main(options: dict[str, Any]) -> None:
-    # Imported, and codecs loaded, before we become somebody who may not be allowed to read the files.
+    # Import, and load codecs, now: the user that this process becomes may not be allowed to read the files.
     "".encode("idna")
     from hixl_async.control import Identity, dial, socket_io
     from hixl_async.errors import HixlError

@@ -7,7 +7,7 @@ import fcntl
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -81,14 +81,14 @@ class Host:
         return self.listener.address
 
     async def dial(self, me: Identity | None = None, **options: Any) -> Connection:
-        """Dials this host with its own secret, unless told otherwise."""
+        """Dial this host with its own secret, unless told otherwise."""
         options = {"secret": self.secret, "unix_dir": self.unix_dir, "timeout": 5.0, **options}
         connection = await dial(self.address, me or identity(), **options)
         self.mine.append(connection)
         return connection
 
     async def pair(self, **options: Any) -> tuple[Connection, Connection]:
-        """A new connection: the dialler's end, and the listener's."""
+        """Make a new connection; return the dialler's end and the listener's."""
         connection = await self.dial(**options)
         return connection, await self.connections.get()
 
@@ -108,7 +108,7 @@ class Arrived(NamedTuple):
 
 
 class Inbox:
-    """Starts a connection and collects what it delivers."""
+    """The messages of a connection, which it starts."""
 
     def __init__(self, connection: Connection) -> None:
         self.messages: asyncio.Queue[Arrived] = asyncio.Queue()
@@ -120,7 +120,7 @@ class Inbox:
 
 
 class Stranger:
-    """A raw TCP client that speaks nonsense, or the protocol, by hand."""
+    """A raw TCP client that sends nonsense, or speaks the protocol by hand."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -153,7 +153,7 @@ class Stranger:
         return data
 
     async def closed(self) -> None:
-        """Waits until the other side closes the connection."""
+        """Wait until the other side closes the connection."""
         try:
             while await self.loop.sock_recv(self.sock, 65536):
                 pass
@@ -165,7 +165,7 @@ class Stranger:
 
 
 def memory(content: bytes = b"") -> int:
-    """A descriptor of memory."""
+    """Return a descriptor of memory."""
     descriptor = os.memfd_create("test")
     os.write(descriptor, content)
     return descriptor
@@ -183,13 +183,22 @@ def same_file(one: int, other: int) -> bool:
     return os.path.samestat(os.fstat(one), os.fstat(other))
 
 
-def close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+async def closed(sock: socket.socket) -> bytes:
+    """Wait until the other side closes the connection; return what it said before."""
+    said = b""
+    loop = asyncio.get_running_loop()
+    try:
+        while data := await loop.sock_recv(sock, 65536):
+            said += data
+    except ConnectionResetError:
+        if sock.family == socket.AF_UNIX:
+            said += await closed(sock)
+    sock.close()
+    return said
 
 
 async def passes(number: int) -> None:
-    """Lets the loop come round."""
+    """Let the loop run a number of passes."""
     loop = asyncio.get_running_loop()
     for _ in range(number):
         passed = loop.create_future()
@@ -198,5 +207,5 @@ async def passes(number: int) -> None:
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Diallers seem to be on another host from now on."""
+    """Make diallers seem to be on another host from now on."""
     monkeypatch.setattr(Scope, "current", classmethod(lambda cls, unix_dir: Scope("e" * 32, "")))

@@ -1,4 +1,4 @@
-"""The listening socket that accepts no more connections than can be looked after."""
+"""The listening socket, which accepts no more connections than can be served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hixl_async.control import accept_limiter
 from hixl_async.control.accept_limiter import AcceptLimiter
 from hixl_async.errors import BusyError, HixlError
 
-from .sides import passes
+from .sides import closed, passes
 
 
 class Scene:
@@ -69,18 +69,6 @@ async def scenes(loop_errors: list[dict[str, Any]]) -> AsyncIterator[list[Scene]
     yield scenes
     for scene in scenes:
         await scene.aclose()
-
-
-async def closed(sock: socket.socket) -> str:
-    """Wait until the other side closes the connection; return what it sent before."""
-    text = b""
-    loop = asyncio.get_running_loop()
-    try:
-        while data := await loop.sock_recv(sock, 4096):
-            text += data
-    except ConnectionResetError:
-        pass
-    return text.decode()
 
 
 class TestHandshakes:
@@ -170,7 +158,7 @@ class TestClose:
         for sock in inside:
             await closed(sock)
         for sock in (waiting, silent):
-            assert "closes" in await closed(sock)
+            assert b"closes" in await closed(sock)
         scene.sock.close()
         await closed(unaccepted)
 
@@ -187,7 +175,7 @@ class TestClose:
 
 
 async def test_a_pass_accepts_a_bounded_number(scenes: list[Scene]) -> None:
-    """However many have connected."""
+    """However many clients have connected."""
     scenes.append(scene := Scene(capacity=50))
     for _ in range(60):
         await scene.connect(b"")
@@ -209,7 +197,7 @@ class TestSilence:
         await scene.connect()
         await scene.began.get()
         assert scene.limiter.silent <= 3
-        assert "others need its place" in await closed(silent[0])
+        assert b"others need its place" in await closed(silent[0])
         assert all(isinstance(error, BusyError) for error in scene.refused)
 
     async def test_takes_no_handshake(self, scenes: list[Scene]) -> None:
@@ -223,16 +211,16 @@ class TestSilence:
         scenes.append(scene := Scene(silence=0.03))
         silent = [await scene.connect(b"") for _ in range(3)]
         for sock in silent:
-            assert "took longer than 0.03 s" in await closed(sock)
+            assert b"took longer than 0.03 s" in await closed(sock)
         assert scene.limiter.silent == 0
 
-    async def test_of_those_that_left_takes_no_room(self, scenes: list[Scene]) -> None:
+    async def test_of_closed_connections_takes_no_room(self, scenes: list[Scene]) -> None:
         scenes.append(scene := Scene())
         (await scene.connect(b"")).close()
         await scene.began.get()
         assert scene.limiter.silent == 0
 
-    async def test_does_not_take_the_place_of_those_that_wait(
+    async def test_does_not_displace_connections_that_wait(
         self, scenes: list[Scene], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """When all places are taken by connections that have sent something, the rest waits in the kernel."""
@@ -281,15 +269,15 @@ class TestExhaustion:
         await scene.began.get()
         assert failing.calls <= 6  # not as often as the loop came round
 
-    async def test_of_descriptors_is_told_to_the_client(
+    async def test_of_descriptors_is_reported_to_the_client(
         self, scenes: list[Scene], caplog: pytest.LogCaptureFixture
     ) -> None:
         scenes.append(scene := Scene())
         failing = scene.limiter._sock = Failing(scene.sock, errno.EMFILE, 1)  # type: ignore[assignment]
         with caplog.at_level(logging.WARNING, "hixl_async.control"):
-            assert "no descriptor left" in await closed(await scene.connect())
+            assert b"no descriptor left" in await closed(await scene.connect())
             failing.times = 1
-            assert "no descriptor left" in await closed(await scene.connect())
+            assert b"no descriptor left" in await closed(await scene.connect())
         [record] = caplog.records  # the second time is within the interval
         assert "ulimit -n" in record.getMessage()
         assert str(accept_limiter.descriptor_limit()) in record.getMessage()
@@ -304,7 +292,7 @@ class TestExhaustion:
         scene.limiter._sock = Failing(scene.sock, errno.EMFILE, 1)  # type: ignore[assignment]
         await scene.connect()
         await scene.began.get()
-        assert "no descriptor left" in await closed(silent)
+        assert b"no descriptor left" in await closed(silent)
 
     async def test_of_descriptors_without_a_spare_one_is_waited_for(
         self, scenes: list[Scene], monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from .sides import SECRET, HostFactory, elsewhere, identity, passes
 
 
 async def cancelled_after(turns: int, work: Coroutine[Any, Any, Any]) -> Any:
-    """Cancels `work` after so many turns of the loop; its result if it was done before."""
+    """Cancel `work` after so many passes of the loop; return its result if it was done before."""
     task = asyncio.ensure_future(work)
     for _ in range(turns):
         await passes(1)
@@ -32,7 +32,7 @@ async def cancelled_after(turns: int, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 @pytest.mark.parametrize("way", ["same user", "unix", "tcp", "by name", "refused"])
-async def test_dial(listen: HostFactory, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+async def test_a_dial_leaves_nothing(listen: HostFactory, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     host = await listen(Address("localhost", 0), secret=None if way == "same user" else SECRET)
     if way == "tcp":
         elsewhere(monkeypatch)
@@ -65,7 +65,7 @@ async def test_dial(listen: HostFactory, monkeypatch: pytest.MonkeyPatch, way: s
     pytest.fail("dialling never got through")
 
 
-async def test_dial_to_somebody_who_never_answers() -> None:
+async def test_dial_to_a_listener_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         dialling = asyncio.ensure_future(dial(Address(*deaf.getsockname()), identity(), timeout=60))
         await passes(20)
@@ -74,7 +74,7 @@ async def test_dial_to_somebody_who_never_answers() -> None:
             await dialling
 
 
-async def test_listen() -> None:
+async def test_listening_leaves_nothing() -> None:
     for turns in range(200):
         listener = await cancelled_after(
             turns, Listener.open(Address("localhost", 0), identity, on_connection=lambda _: None)

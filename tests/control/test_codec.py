@@ -36,7 +36,7 @@ def _depth(value: Any) -> int:
 
 
 def nested(levels: int) -> dict[str, Any]:
-    """A body that makes its message `levels` deep."""
+    """Return a body that makes its message `levels` deep."""
     value: list[Any] = []
     for _ in range(levels - 3):
         value = [value]
@@ -44,7 +44,7 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 @given(kinds, bodies)
-def test_what_is_encoded_is_decoded(kind: str, body: dict[str, Any]) -> None:
+def test_encoding_and_decoding_are_inverse(kind: str, body: dict[str, Any]) -> None:
     if 1 + _depth(body) <= codec.MAX_DEPTH:
         data = codec.encode(kind, body)
         assert codec.decode(data) == (kind, body)
@@ -117,7 +117,7 @@ def test_any_text_is_a_message_or_a_protocol_error(value: str) -> None:
         (b'{"kind":"x","body":{"a":[' + b"1E5," * 8192 + b"1.5]}}", "more than 8192 floats"),
     ],
 )
-def test_what_is_no_message(raw: bytes, words: str) -> None:
+def test_malformed_messages_are_refused(raw: bytes, words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
         codec.decode(raw)
 
@@ -148,7 +148,7 @@ def test_what_is_no_message(raw: bytes, words: str) -> None:
         ("x", {"a": "x" * codec.ESTABLISHED_LIMIT}, "over the limit"),
     ],
 )
-def test_what_cannot_be_encoded(kind: str, body: dict[str, Any], words: str) -> None:
+def test_bodies_that_cannot_be_encoded(kind: str, body: dict[str, Any], words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
         codec.encode(kind, body)
 
@@ -189,7 +189,7 @@ def test_tuples_are_lists() -> None:
 
 
 @given(st.lists(st.binary(max_size=200), max_size=10), st.lists(st.integers(1, 50), min_size=1))
-def test_frames_survive_any_cutting(messages: list[bytes], cuts: list[int]) -> None:
+def test_frames_survive_any_segmentation(messages: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(map(codec.frame, messages))
     decoder = codec.FrameDecoder(200)
     found = []
@@ -231,14 +231,14 @@ class TestSeal:
             assert receiving.open(sending.close(message)) == message
 
     @given(st.binary(max_size=50), st.data())
-    def test_shows_every_alteration(self, message: bytes, data: st.DataObject) -> None:
+    def test_detects_every_alteration(self, message: bytes, data: st.DataObject) -> None:
         sealed = bytearray(codec.Seal(b"key").close(message))
         sealed[data.draw(st.integers(0, len(sealed) - 1))] ^= data.draw(st.integers(1, 255))
         with pytest.raises(ProtocolError, match="seal"):
             codec.Seal(b"key").open(bytes(sealed))
 
     @pytest.mark.parametrize("order", [(1,), (0, 0), (0, 2)], ids=["first dropped", "repeated", "skipped"])
-    def test_shows_what_is_missing_or_moved(self, order: tuple[int, ...]) -> None:
+    def test_detects_missing_and_moved_messages(self, order: tuple[int, ...]) -> None:
         sending, receiving = codec.Seal(b"key"), codec.Seal(b"key")
         sealed = [sending.close(message) for message in (b"a", b"b", b"c")]
         for index in order[:-1]:
@@ -247,10 +247,10 @@ class TestSeal:
             receiving.open(sealed[order[-1]])
 
     @pytest.mark.parametrize("data", [b"", b"short", b"x" * 15, b"x" * 16])
-    def test_shows_what_is_too_short(self, data: bytes) -> None:
+    def test_detects_truncation(self, data: bytes) -> None:
         with pytest.raises(ProtocolError, match="seal"):
             codec.Seal(b"key").open(data)
 
-    def test_of_another_key_does_not_fit(self) -> None:
+    def test_does_not_fit_another_key(self) -> None:
         with pytest.raises(ProtocolError, match="seal"):
             codec.Seal(b"key").open(codec.Seal(b"other").close(b"a"))

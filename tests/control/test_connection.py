@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from hixl_async.control import Connection, FairScheduler, codec
+from hixl_async.control import Connection, FairScheduler, close_descriptors, codec
 from hixl_async.control import channel as channel_module
 from hixl_async.control import connection as connection_module
 from hixl_async.errors import ClosedError, ConnectError, HixlError, PeerDownError, ProtocolError
 
-from .sides import SECRET, HostFactory, Inbox, close_all, elsewhere, is_open, memory, passes, same_file
+from .sides import SECRET, HostFactory, Inbox, elsewhere, is_open, memory, passes, same_file
 
 Pair = tuple[Connection, Connection]
 
@@ -48,11 +48,11 @@ def sock(connection: Connection) -> socket.socket:
 
 
 def shrink(connection: Connection) -> None:
-    """Makes the kernel take little for the other side."""
+    """Shrink the kernel's buffers for the other side."""
     sock(connection).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
 
 
-def send_for_ever(connection: Connection, body: dict[str, Any], *fds: int) -> None:
+def send_forever(connection: Connection, body: dict[str, Any], *fds: int) -> None:
     while True:
         connection.send("x", body, fds)
         assert len(connection._queue) <= connection_module._MAX_QUEUED_MESSAGES
@@ -61,7 +61,7 @@ def send_for_ever(connection: Connection, body: dict[str, Any], *fds: int) -> No
 
 
 class Counter:
-    """Counts messages, and works on each for some seconds; ``await reached(n)`` waits for the n-th."""
+    """A counter of messages that works on each for some seconds; ``await reached(n)`` waits for the n-th."""
 
     def __init__(self, connection: Connection, work: float = 0.0) -> None:
         self.messages = 0
@@ -163,7 +163,7 @@ class TestMessages:
             mine.send("n", {"n": number})
         assert [(await answers.get()).body["n"] for _ in range(300)] == list(range(300))
 
-    async def test_are_not_delivered_after_the_callback_had_enough(self, pair: Pair) -> None:
+    async def test_are_not_delivered_after_the_callback_aborted(self, pair: Pair) -> None:
         mine, theirs = pair
         seen = []
         lost = asyncio.get_running_loop().create_future()
@@ -192,7 +192,7 @@ class TestDescriptors:
             assert one != other
             assert same_file(one, other)
             assert not os.get_inheritable(other)
-        close_all([*sent, *received])
+        close_descriptors([*sent, *received])
 
     async def test_may_be_closed_at_once_also_when_they_wait(self, unix: Pair) -> None:
         mine, theirs = unix
@@ -223,7 +223,7 @@ class TestDescriptors:
         mine.send("take", {}, [descriptor])
         assert "unknown message" in str(await lost)
         assert is_open(taken[0])
-        close_all([descriptor, *taken])
+        close_descriptors([descriptor, *taken])
 
     async def test_cannot_travel_over_tcp(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
         host = await listen(secret=SECRET)
@@ -271,7 +271,7 @@ class TestDescriptors:
         os.close(descriptor)  # the no_leaks fixture does the rest
 
     async def test_of_other_kinds_are_refused(self, unix: Pair, tmp_path: Any) -> None:
-        """To close them could block."""
+        """Closing them could block."""
         mine, theirs = unix
         inbox = Inbox(theirs)
         kept = memory()
@@ -281,14 +281,14 @@ class TestDescriptors:
         assert inbox.messages.empty()
         os.close(kept)
 
-    async def test_of_which_some_are_lost_end_the_connection(self, unix: Pair) -> None:
+    async def test_that_are_partly_lost_end_the_connection(self, unix: Pair) -> None:
         mine, theirs = unix
         inbox = Inbox(theirs)
         descriptors = [memory() for _ in range(6)]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         sock(mine).sendmsg([codec.encode("x", {})], rights)
         assert "more descriptors than could be received" in str(await inbox.lost)
-        close_all(descriptors)
+        close_descriptors(descriptors)
 
     async def test_when_no_more_can_be_opened_end_the_connection(
         self, unix: Pair, monkeypatch: pytest.MonkeyPatch
@@ -306,7 +306,7 @@ class TestDescriptors:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert "more descriptors than could be received" in str(error)
-        close_all(descriptors)
+        close_descriptors(descriptors)
 
     async def test_beside_nonsense_are_closed(self, unix: Pair) -> None:
         mine, theirs = unix
@@ -379,16 +379,16 @@ class TestIsLost:
         assert "given up" in str(await inbox.lost)
         assert isinstance(await Inbox(mine).lost, PeerDownError)
 
-    async def test_when_something_is_sent_to_nobody(self, pair: Pair) -> None:
+    async def test_when_something_is_sent_after_the_other_side_left(self, pair: Pair) -> None:
         mine, theirs = pair
         inbox = Inbox(mine)
         theirs.abort(PeerDownError("gone"))
         with pytest.raises(ClosedError):
-            send_for_ever(mine, {})
+            send_forever(mine, {})
         assert isinstance(await inbox.lost, PeerDownError)
 
-    async def test_after_what_the_other_side_had_said(self, pair: Pair) -> None:
-        """Also if it closes with messages unread, so that the kernel resets the connection."""
+    async def test_after_the_last_message_of_the_other_side(self, pair: Pair) -> None:
+        """Also if it closes with unread messages, so that the kernel resets the connection."""
         mine, theirs = pair
         mine.send("unread", {})
         theirs.send("last", {"words": True})
@@ -399,7 +399,7 @@ class TestIsLost:
         assert isinstance(await inbox.lost, PeerDownError)
 
     @pytest.mark.parametrize("what", ["half a message", "messages that mean work"])
-    async def test_behind_what_takes_another_pass(self, pair: Pair, what: str) -> None:
+    async def test_after_messages_that_take_another_pass(self, pair: Pair, what: str) -> None:
         """The connection was reset, but not all before that is delivered at once; uvloop tells of a reset only once."""
         mine, theirs = pair
         mine.send("unread", {})
@@ -462,7 +462,7 @@ class TestIsLost:
         mine, _theirs = pair
         inbox = Inbox(mine)
         with pytest.raises(ClosedError):
-            send_for_ever(mine, {"text": "y" * 1000})
+            send_forever(mine, {"text": "y" * 1000})
         error = await inbox.lost
         assert isinstance(error, PeerDownError)
         assert "does not read" in str(error)
@@ -472,7 +472,7 @@ class TestIsLost:
         mine, _theirs = pair
         inbox = Inbox(mine)
         with pytest.raises(ClosedError):
-            send_for_ever(mine, {})
+            send_forever(mine, {})
         assert "does not read" in str(await inbox.lost)
 
     async def test_when_the_other_side_does_not_take_descriptors(self, unix: Pair) -> None:
@@ -481,7 +481,7 @@ class TestIsLost:
         shrink(mine)
         descriptor = memory()
         with pytest.raises(ClosedError):
-            send_for_ever(mine, {}, descriptor)
+            send_forever(mine, {}, descriptor)
         assert "does not read" in str(await inbox.lost)
         os.close(descriptor)
 
@@ -562,7 +562,7 @@ class TestCloses:
         async with asyncio.timeout(0.5):
             await closing
 
-    async def test_at_once_if_the_other_side_went_in_the_middle_of_a_message(self, pair: Pair) -> None:
+    async def test_at_once_if_the_other_side_left_within_a_message(self, pair: Pair) -> None:
         mine, theirs = pair
         while not mine._queue and mine._channel.flush():
             mine.send("x", {"text": "y" * 60_000})
@@ -583,9 +583,9 @@ class TestCloses:
             await closing
         assert "closed" in repr(mine)
 
-    async def test_or_warns(self, pair: Pair) -> None:
+    async def test_warns_if_it_was_not_closed(self, pair: Pair) -> None:
         mine, _ = pair
-        # What the fixtures hold is closed by them: a connection of our own, over the same kind of channel.
+        # The fixtures close what they hold, so this is another connection over the same kind of channel.
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with pytest.warns(ResourceWarning, match="unclosed <Connection"):
             Connection(
@@ -600,7 +600,7 @@ class TestCloses:
         assert other.recv(1) == b""
         other.close()
 
-    async def test_without_a_word_in_the_child_of_a_fork(self, pair: Pair) -> None:
+    async def test_silently_in_the_child_of_a_fork(self, pair: Pair) -> None:
         mine, theirs = pair
         inbox, back = Inbox(theirs), Inbox(mine)
         shrink(mine)
@@ -625,7 +625,7 @@ class TestCloses:
 
 
 class TestFlood:
-    async def test_is_taken_in_portions(self, pair: Pair) -> None:
+    async def test_is_read_in_portions(self, pair: Pair) -> None:
         """A message that takes longer than the budget of a pass is the last of that pass."""
         mine, theirs = pair
         counter = Counter(theirs, work=0.002)

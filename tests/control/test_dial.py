@@ -1,4 +1,4 @@
-"""Dialling and listening: what comes to be, and every way in which nothing does."""
+"""Dialling and listening: connections that succeed, and every way in which they fail."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .sides import ANYWHERE, SECRET, Host, HostFactory, Inbox, Stranger, elsewhe
 
 
 async def refused(host: Host, kind: type[HixlError], words: str, **options: Any) -> None:
-    """Dials in vain, and checks that both sides know why."""
+    """Dial in vain, and check that both sides know why."""
     with pytest.raises(kind, match=words) as caught:
         await host.dial(**options)
     assert type(caught.value) is kind
@@ -182,7 +182,7 @@ class TestSucceeds:
             nonlocal attempts
             attempts += 1
             if attempts < 3:
-                task = asyncio.current_task()  # the visit: it is shown out, as when others wait
+                task = asyncio.current_task()  # the handshake: it is cancelled, as it is while others wait
                 assert task is not None
                 task.cancel()
             return me
@@ -239,27 +239,27 @@ class TestRefuses:
         assert isinstance(await host.refused.get(), ProtocolError)
 
     async def test_an_overflow_uid(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-        nobody = process.LocalUser(os.geteuid(), overflow_uid=os.geteuid(), all_mapped=False)
+        unmapped = process.LocalUser(os.geteuid(), overflow_uid=os.geteuid(), all_mapped=False)
         with monkeypatch.context() as patch:
-            patch.setattr(process.LocalUser, "current", classmethod(lambda cls: nobody))
+            patch.setattr(process.LocalUser, "current", classmethod(lambda cls: unmapped))
             host = await listen()
         await refused(host, AuthenticationError, "the dialler is not the same user.*every user without a name")
 
     @pytest.mark.parametrize("secret", ["text", b"", 5])
-    async def test_a_secret_that_is_none(self, listen: HostFactory, secret: Any) -> None:
+    async def test_a_malformed_secret(self, listen: HostFactory, secret: Any) -> None:
         with pytest.raises(InvalidArgumentError, match="secret"):
             await listen(secret=secret)
         with pytest.raises(InvalidArgumentError, match="secret"):
             await dial(Address("127.0.0.1", 1), identity(), secret=secret)
 
-    async def test_an_identity_that_is_none(self) -> None:
+    async def test_a_malformed_identity(self) -> None:
         for me in (identity(""), identity("a\tb"), identity()._replace(incarnation="no")):
             with pytest.raises(InvalidArgumentError, match="must be"):
                 await dial(Address("127.0.0.1", 1), me)
 
 
-class TestNobodyAnswers:
-    async def test_nobody_listens(self) -> None:
+class TestNoAnswer:
+    async def test_no_listener(self) -> None:
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))
             address = Address(*held.getsockname())
@@ -268,11 +268,11 @@ class TestNobodyAnswers:
             assert caught.value.retryable
 
     @pytest.mark.parametrize("address", [Address("127.0.0.1", 0), Address("no such host.invalid", 1)])
-    async def test_an_address_that_cannot_be(self, address: Address) -> None:
+    async def test_an_impossible_address(self, address: Address) -> None:
         with pytest.raises(InvalidArgumentError, match=str(address)):
             await dial(address, identity())
 
-    async def test_somebody_listens_and_does_not_accept(self) -> None:
+    async def test_a_listener_that_does_not_accept(self) -> None:
         with socket.socket() as deaf:
             deaf.bind(("127.0.0.1", 0))
             deaf.listen(1)
@@ -317,7 +317,7 @@ class TestNobodyAnswers:
             "another version",
         ],
     )
-    async def test_somebody_else_answers(self, answer: bytes, words: str) -> None:
+    async def test_something_else_answers(self, answer: bytes, words: str) -> None:
         kind = ConnectError if words == "broke off the handshake" else HandshakeError
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -333,7 +333,7 @@ class TestNobodyAnswers:
         assert type(caught.value) is kind
 
     async def test_a_unix_socket_that_is_gone(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A peer that restarts: worth another attempt, and no matter of proofs."""
+        """A peer that restarts: worth another attempt, and no failure of authentication."""
 
         def connect(*args: object) -> socket.socket:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
@@ -347,7 +347,7 @@ class TestNobodyAnswers:
 
     @pytest.mark.parametrize("at", range(4))
     async def test_no_descriptor_left(self, listen: HostFactory, at: int) -> None:
-        """Wherever the dialler runs out of them."""
+        """At whichever step the dialler runs out of them."""
         host = await listen()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = os.dup(0)
@@ -368,7 +368,7 @@ class TestNobodyAnswers:
         while not host.connections.empty():
             await host.connections.get_nowait().aclose()
 
-    async def test_a_listener_without_descriptors_says_so(
+    async def test_a_listener_without_descriptors_reports_it(
         self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         host = await listen()
@@ -376,7 +376,7 @@ class TestNobodyAnswers:
         real = limiter._sock
 
         class Exhausted:
-            """Accepts only in the reserve."""
+            """A socket that accepts only with the reserve descriptor."""
 
             def accept(self) -> object:
                 if limiter._spare is not None:
@@ -395,7 +395,7 @@ class TestNobodyAnswers:
         assert (await host.pair())[0].same_host
 
     async def test_a_refusal_that_came_before_the_connection_broke(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A reason that was sent before the hello is not lost to a broken pipe."""
+        """A reason that arrived before the hello was sent is not lost to a broken pipe."""
         refused = codec.frame(codec.encode("refuse", {"code": "connect", "text": "no room"}))
 
         async def send(channel: Any, data: bytes) -> None:
@@ -471,7 +471,7 @@ class TestListen:
         with pytest.raises(ConnectError, match="Permission denied; a port below 1024 needs CAP_NET_BIND_SERVICE"):
             await listen(Address("127.0.0.1", 80))
 
-    async def test_nowhere(self, listen: HostFactory) -> None:
+    async def test_without_an_address(self, listen: HostFactory) -> None:
         before = len(os.listdir("/proc/self/fd"))
         host = await listen(None)
         assert host.listener.address is None
@@ -492,7 +492,7 @@ class TestListen:
         await again.pair()
 
     @pytest.mark.parametrize("host", ["0.0.0.0", "::", "::ffff:10.0.0.1", "10.1.2.3", "8.8.8.8"])
-    async def test_for_everybody_without_a_secret(self, listen: HostFactory, host: str) -> None:
+    async def test_on_all_interfaces_without_a_secret(self, listen: HostFactory, host: str) -> None:
         with pytest.raises(InvalidArgumentError, match=r"other machines.*secret="):
             await listen(Address(host, 0))
 
@@ -519,7 +519,7 @@ class TestListen:
         with pytest.raises(InvalidArgumentError, match="cannot be found"):
             await listen(Address("no such host.invalid", 0), secret=SECRET)
 
-    async def test_in_a_directory_that_is_none(self, listen: HostFactory, tmp_path: Path) -> None:
+    async def test_in_a_directory_that_does_not_exist(self, listen: HostFactory, tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.write_text("")
         for path in (tmp_path / "missing", file):
@@ -553,7 +553,7 @@ class TestListen:
 
     async def test_an_identity_factory_that_fails(self, loop_errors: list[dict[str, Any]]) -> None:
         def fails() -> Any:
-            raise RuntimeError("nobody")
+            raise RuntimeError("unknown")
 
         listener = await Listener.open(ANYWHERE, fails, on_connection=print)
         assert listener.address is not None
@@ -593,9 +593,9 @@ class TestInTheMiddle:
         assert (await inbox.get()).kind == "direct"
 
     async def test_a_relay_that_names_its_own_socket(self, listen: HostFactory) -> None:
-        """It stands on both transports, and knows no secret: it is another user with one, or one that was refused without."""
+        """It controls both transports and knows no secret: it is another user, or one that was refused."""
         host = await listen(secret=SECRET)
-        with rendezvous_of_somebody_else() as (theirs, name):
+        with foreign_rendezvous() as (theirs, name):
 
             def alter(data: bytes) -> bytes:
                 message = codec.decode(data[4:])
@@ -638,7 +638,7 @@ class TestInTheMiddle:
             assert inbox.messages.empty()
 
     async def test_a_squatter_without_a_secret(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Another user has the name; here it only looks like another user."""
+        """Another user has the name; in this test it only seems to be another user."""
         host = await listen()
         monkeypatch.setattr(
             dialler_module, "peer_credentials", lambda sock: process.Credentials(os.getpid(), os.geteuid() + 1, 0)
@@ -649,19 +649,19 @@ class TestInTheMiddle:
 
 
 def process_of(pidfd: int) -> int:
-    """The process that a pidfd is for."""
+    """Return the process that a pidfd refers to."""
     return int(Path(f"/proc/self/fdinfo/{pidfd}").read_text().partition("Pid:")[2].split()[0])
 
 
 def established_on(port: int) -> int:
-    """Established TCP connections of this machine to or from `port`."""
+    """Return established TCP connections of this machine to or from `port`."""
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return sum(f":{port:04X}" in row[1] + row[2] and row[3] == "01" for row in rows)
 
 
 @contextlib.asynccontextmanager
 async def relay(address: Address, alter: Callable[[bytes], bytes] = lambda data: data) -> AsyncIterator[Address]:
-    """A TCP relay to `address`; `alter` sees what the listener says."""
+    """Relay TCP to `address`; `alter` sees what the listener sends."""
     ends: list[asyncio.StreamWriter] = []
     served: list[asyncio.Future[None]] = []
 
@@ -691,7 +691,7 @@ async def relay(address: Address, alter: Callable[[bytes], bytes] = lambda data:
     await server.wait_closed()
 
 
-class rendezvous_of_somebody_else:
+class foreign_rendezvous:
     def __enter__(self) -> tuple[socket.socket, rendezvous.RendezvousName]:
         self._rendezvous = rendezvous.Rendezvous(None, other_users=True)
         return self._rendezvous.sock, self._rendezvous.name

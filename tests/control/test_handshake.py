@@ -99,8 +99,8 @@ class TestSucceeds:
         ("mine", "yours", "who"),
         [("", "b" * 32, ("this", "other")), ("a" * 32, "", ("other", "this")), ("", "", ("this", "this"))],
     )
-    def test_an_unknown_scope_is_said_to_be_unknown(self, mine: str, yours: str, who: tuple[str, str]) -> None:
-        """Not even two unknown ones are the same."""
+    def test_an_unknown_scope_is_reported_as_unknown(self, mine: str, yours: str, who: tuple[str, str]) -> None:
+        """Two unknown scopes are not equal either."""
         outcome = perform(dialler(SECRET, scope=Scope(mine, "")), listener(SECRET, scope=Scope(yours, "")))
         for established, side in zip((outcome.dialler, outcome.listener), who, strict=True):
             assert established is not None
@@ -130,7 +130,7 @@ class TestRefuses:
         assert "does not know the secret" in str(outcome.listener_error)
         assert outcome.dialler is None
 
-    def test_a_listener_that_accepts_anybody_and_does_not_know_the_secret(self) -> None:
+    def test_a_listener_that_accepts_all_and_does_not_know_the_secret(self) -> None:
         accepting = listener(b"other")
         accepting._take_proof = (  # type: ignore[method-assign]
             lambda transport, raw, body: accepting._transcript.append(raw) or identity()  # type: ignore[func-returns-value]
@@ -171,7 +171,7 @@ class TestRefuses:
 
     @pytest.mark.parametrize("side", ["dialler", "listener"])
     def test_a_scope_that_is_unknown(self, side: str) -> None:
-        """It is not said to be another."""
+        """The error does not call it another scope."""
         unknown = Scope("", "", "/proc/sys/kernel/random/boot_id: No such file or directory")
         outcome = perform(
             dialler(scope=unknown if side == "dialler" else HERE),
@@ -207,13 +207,13 @@ class TestRefuses:
         assert perform(dialler(SECRET, path="127.0.0.1 1 > 127.0.0.1 2"), listener(SECRET)).listener is not None
 
     def test_a_user_that_only_seems_to_be_the_same(self) -> None:
-        nobody = LocalUser(uid=65534, overflow_uid=65534, all_mapped=False)
-        outcome = perform(dialler(), listener(user=nobody), dialler_seen_as=credentials(65534))
+        overflow_user = LocalUser(uid=65534, overflow_uid=65534, all_mapped=False)
+        outcome = perform(dialler(), listener(user=overflow_user), dialler_seen_as=credentials(65534))
         assert isinstance(outcome.listener_error, AuthenticationError)
         assert "every user without a name" in str(outcome.listener_error)
-        everybody_known = nobody._replace(all_mapped=True)
-        assert perform(dialler(), listener(user=everybody_known), dialler_seen_as=credentials(65534)).listener
-        assert perform(dialler(), listener(user=nobody._replace(uid=7)), dialler_seen_as=credentials(7)).listener
+        all_mapped_user = overflow_user._replace(all_mapped=True)
+        assert perform(dialler(), listener(user=all_mapped_user), dialler_seen_as=credentials(65534)).listener
+        assert perform(dialler(), listener(user=overflow_user._replace(uid=7)), dialler_seen_as=credentials(7)).listener
 
     @pytest.mark.parametrize(("theirs", "words"), [([2, 3], "versions 2 to 3"), ([2, 2], "version 2")])
     def test_other_versions(self, theirs: list[int], words: str) -> None:
@@ -228,7 +228,7 @@ class TestRefuses:
             listener().received(Transport.TCP, hello)
 
     @pytest.mark.parametrize("versions", [None, [], [1], [1, 2, 3], [0, 1], [2, 1], ["1", "1"], [1.0, 1.0], {"1": 1}])
-    def test_a_range_that_is_none(self, versions: object) -> None:
+    def test_a_malformed_version_range(self, versions: object) -> None:
         with pytest.raises(ProtocolError, match="range of versions"):
             listener().received(Transport.TCP, edited(sent(*dialler().start()), versions=versions))
 
@@ -338,7 +338,7 @@ class TestRefuses:
         with pytest.raises(AuthenticationError):
             other.received(Transport.TCP, proof)
 
-    def test_for_ever_after(self) -> None:
+    def test_everything_after_a_refusal(self) -> None:
         one, other = dialler(), listener()
         with pytest.raises(ProtocolError) as first:
             other.received(Transport.TCP, b"nonsense")
@@ -357,7 +357,7 @@ class TestRefuses:
 
 class TestRefusal:
     @pytest.mark.parametrize("kind", [AuthenticationError, ProtocolError, InvalidArgumentError, ConnectError])
-    def test_arrives_as_what_it_was(self, kind: type[HixlError]) -> None:
+    def test_keeps_its_class(self, kind: type[HixlError]) -> None:
         with pytest.raises(kind, match="refused: because") as caught:
             raise_if_refusal(refusal(kind("because")))
         assert type(caught.value) is kind
@@ -368,7 +368,7 @@ class TestRefusal:
         assert type(caught.value) is ConnectError
 
     @pytest.mark.parametrize("body", [{}, {"code": 5, "text": []}, {"code": ["x"], "text": None}])
-    def test_without_words(self, body: dict[str, object]) -> None:
+    def test_without_text(self, body: dict[str, object]) -> None:
         with pytest.raises(ConnectError, match="no reason given"):
             raise_if_refusal(codec.encode("refuse", body))
 
@@ -408,7 +408,7 @@ def test_the_longest_identity_fits() -> None:
     assert identity("\U0001f40d" * 33).problem() is not None
 
 
-def test_nothing_about_us_is_said_before_the_other_side_proved_itself() -> None:
+def test_nothing_is_revealed_before_the_other_side_is_authenticated() -> None:
     me, you = identity("unique-name-me"), identity("unique-name-you")
     messages = perform(dialler(SECRET, me=me), listener(SECRET, me=you)).messages
     assert b"unique-name-you" not in b"".join(messages[:3])
@@ -429,7 +429,7 @@ NAMES = ("hello of the dialler", "hello of the listener", "proof", "welcome")
     ("secret", "scope"), [(None, HERE), (SECRET, HERE), (SECRET, ELSEWHERE)], ids=["same user", "unix", "tcp"]
 )
 @pytest.mark.parametrize("which", range(4), ids=NAMES)
-def test_every_altered_byte_is_noticed(secret: bytes | None, scope: Scope, which: int) -> None:
+def test_every_altered_byte_is_detected(secret: bytes | None, scope: Scope, which: int) -> None:
     length = len(perform(dialler(secret, scope=scope), listener(secret)).messages[which])
     for at in range(length):
         for mask in (0x01, 0x20, 0x80):
@@ -441,7 +441,9 @@ def test_every_altered_byte_is_noticed(secret: bytes | None, scope: Scope, which
 
             outcome = perform(dialler(secret, scope=scope), listener(secret), alter)
             assert outcome.dialler is None
-            assert (outcome.listener is None) == (which < 3)  # who has said the last word cannot know how it arrives
+            assert (outcome.listener is None) == (
+                which < 3
+            )  # the sender of the last message cannot know how it arrives
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
@@ -451,9 +453,7 @@ def test_every_altered_byte_is_noticed(secret: bytes | None, scope: Scope, which
     [lambda raw: [], lambda raw: [raw[:-1]], lambda raw: [raw + b"}"], lambda raw: [b"", raw]],
     ids=["dropped", "truncated", "lengthened", "preceded"],
 )
-def test_every_other_damage_is_noticed(
-    secret: bytes | None, which: int, change: Callable[[bytes], list[bytes]]
-) -> None:
+def test_all_other_damage_is_detected(secret: bytes | None, which: int, change: Callable[[bytes], list[bytes]]) -> None:
     outcome = perform(dialler(secret), listener(secret), lambda index, raw: change(raw) if index == which else [raw])
     assert outcome.dialler is None
     assert (outcome.listener is None) == (which < 3)
@@ -476,7 +476,7 @@ def test_messages_of_another_handshake_do_not_fit(secret: bytes | None, scope: S
 
 
 def test_reflection() -> None:
-    """A listener without the secret sends the dialler's own words back."""
+    """A listener without the secret returns the dialler's own messages."""
     for scope in (HERE, ELSEWHERE):
         one = dialler(SECRET, scope=scope)
         answer = sent(*listener(b"other").received(Transport.TCP, sent(*one.start())))
@@ -491,7 +491,7 @@ def test_reflection() -> None:
 
 
 class Attack(NamedTuple):
-    """Somebody delivers an old message, changed or not, to some machine, over some transport."""
+    """The delivery of an old message, changed or not, to a machine, over a transport."""
 
     to: int
     age: int  # 0 is the newest message
@@ -500,7 +500,7 @@ class Attack(NamedTuple):
 
 
 class Pair:
-    """The two machines of one handshake, and what is under way between them."""
+    """The two machines of one handshake, and the message under way between them."""
 
     def __init__(self, secret: bytes | None, scope: Scope) -> None:
         self.dialler = dialler(secret, scope=scope)
@@ -516,7 +516,7 @@ class Pair:
         return None
 
     def go_on(self) -> Established | None:
-        """What happens if nobody interferes."""
+        """Deliver the next message unchanged."""
         if self.under_way is None:
             return None
         (to_listener, what), self.under_way = self.under_way, None
@@ -547,7 +547,7 @@ class Pair:
         max_size=16,
     ),
 )
-def test_whatever_is_done_to_two_handshakes_nobody_is_deceived(
+def test_attacks_on_two_handshakes_deceive_no_side(
     secret: bytes | None, scope: Scope, moves: list[int | Attack]
 ) -> None:
     """A side is established only if exactly one other side has heard and said the same as itself."""
@@ -581,14 +581,14 @@ def test_whatever_is_done_to_two_handshakes_nobody_is_deceived(
 
 
 def sent(*actions: object) -> bytes:
-    """The message of the only action."""
+    """Return the message of the only action."""
     [action] = actions
     assert isinstance(action, Send)
     return action.message
 
 
 def edited(raw: bytes, **fields: object) -> bytes:
-    """A message with some fields replaced, spelled canonically."""
+    """Return a message with some fields replaced, in canonical form."""
     message = codec.decode(raw)
     return codec.encode(message.kind, {**message.body, **fields})
 

@@ -1,4 +1,4 @@
-"""Strangers who want to be let in, keep others out, or exhaust us."""
+"""Strangers that try to be accepted, to keep others out, or to exhaust this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hixl_async.errors import ConnectError, PeerDownError, ProtocolError
 
 from .conftest import Stalls
 from .machines import PATH, dialler
-from .sides import SECRET, Host, HostFactory, Inbox, Stranger, elsewhere, memory, passes
+from .sides import SECRET, Host, HostFactory, Inbox, Stranger, closed, elsewhere, memory, passes
 
 
 def name_of(host: Host) -> RendezvousName:
@@ -46,23 +46,9 @@ async def unix_stranger(host: Host) -> socket.socket:
     return rendezvous.connect(name_of(host), host.unix_dir)
 
 
-async def closed(sock: socket.socket) -> bytes:
-    """What the other side says before it closes."""
-    said = b""
-    loop = asyncio.get_running_loop()
-    try:
-        while data := await loop.sock_recv(sock, 65536):
-            said += data
-    except ConnectionResetError:
-        if sock.family == socket.AF_UNIX:
-            said += await closed(sock)
-    sock.close()
-    return said
-
-
 @pytest.fixture
 def many_descriptors() -> Iterator[None]:
-    """Room for a crowd, as far as this process may have it."""
+    """Allow this process many descriptors, as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < 4096:
         resource.setrlimit(resource.RLIMIT_NOFILE, (4096 if hard == resource.RLIM_INFINITY else min(4096, hard), hard))
@@ -71,7 +57,7 @@ def many_descriptors() -> Iterator[None]:
 
 
 def measured(data: bytes) -> float:
-    """What it costs to read a message."""
+    """The cost of reading a message."""
     before = time.thread_time()
     codec.decode(data)
     return time.thread_time() - before
@@ -155,8 +141,8 @@ class TestUnixTransport:
         sock.send(codec.encode("prove", {"connection": secrets.token_hex(16)}))
         assert b"no handshake waits" in await closed(sock)
 
-    async def test_of_somebody_who_overheard_the_name_of_the_handshake(self, listen: HostFactory) -> None:
-        """It can spoil that handshake, no more."""
+    async def test_of_a_stranger_that_knows_the_name_of_the_handshake(self, listen: HostFactory) -> None:
+        """It can spoil that handshake, and nothing else."""
         host = await listen(secret=SECRET)
         stranger = await Stranger.connect(host.address)
         one = dialler(SECRET)
@@ -237,7 +223,7 @@ class TestUnixTransport:
 
 
 class TestExhaustion:
-    async def test_silence_is_ended(self, listen: HostFactory) -> None:
+    async def test_silent_connections_are_closed(self, listen: HostFactory) -> None:
         host = await listen(handshake_timeout=0.05)
         silent = [await Stranger.connect(host.address) for _ in range(3)]
         await silent[1].send(b"\0\0")
@@ -248,10 +234,8 @@ class TestExhaustion:
         for _ in silent:
             assert "took longer than 0.05 s" in str(await host.refused.get())
 
-    async def test_the_silent_do_not_keep_others_out(
-        self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Their places are taken at once by those that come later; a patience of a minute would show."""
+    async def test_silent_connections_keep_none_out(self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Their places are taken at once by later connections; waiting out the timeout of a minute would show."""
         monkeypatch.setattr(accept_limiter, "_MOST_WAITING", 4)
         monkeypatch.setattr(listener_module, "_MAX_HANDSHAKES", 2)
         monkeypatch.setattr(listener_module, "_PATIENCE", 60.0)
@@ -262,7 +246,7 @@ class TestExhaustion:
         for stranger in silent:
             stranger.close()
 
-    async def test_the_silent_on_the_unix_socket_do_not_keep_others_out(
+    async def test_silent_connections_on_the_unix_socket_keep_none_out(
         self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(accept_limiter, "_MOST_WAITING", 4)
@@ -273,7 +257,7 @@ class TestExhaustion:
         for sock in silent:
             sock.close()
 
-    async def test_those_that_stop_in_the_middle_do_not_keep_others_out(
+    async def test_handshakes_that_stop_midway_keep_none_out(
         self, listen: HostFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(listener_module, "_MAX_HANDSHAKES", 4)
@@ -286,7 +270,7 @@ class TestExhaustion:
         for stranger in strangers:
             stranger.close()
 
-    async def test_a_thousand_at_once(
+    async def test_a_thousand_connections_at_once(
         self, listen: HostFactory, stalls: Stalls, many_descriptors: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(accept_limiter, "_MOST_WAITING", 16)
@@ -297,10 +281,10 @@ class TestExhaustion:
             return [socket.create_connection((host.address.host, host.address.port)) for _ in range(1000)]
 
         def leave() -> None:
-            for sock in crowd:
+            for sock in sockets:
                 sock.close()
 
-        crowd = await asyncio.to_thread(connect)
+        sockets = await asyncio.to_thread(connect)
         await passes(50)
         # Sixteen of them have a descriptor on our side; the others wait in the kernel or were refused.
         assert len(os.listdir("/proc/self/fd")) - before <= 1000 + 2 * 16
@@ -330,7 +314,7 @@ class TestExhaustion:
     async def test_a_flood_of_the_worst_messages(
         self, listen: HostFactory, stalls: Stalls, monkeypatch: pytest.MonkeyPatch, transport: str
     ) -> None:
-        """Whoever has authenticated can make us read; never much of it at a time."""
+        """An authenticated peer can make this side read, but little at a time."""
         host = await listen(secret=SECRET)
         if transport == "tcp":
             elsewhere(monkeypatch)
@@ -353,7 +337,7 @@ class TestExhaustion:
         # A pass reads two of them at most, and the watch looks at every second one; the rest is for busy machines.
         assert stalls.longest < 0.02 + 10 * cost
 
-    async def test_descriptors_do_not_pile_up(self, listen: HostFactory) -> None:
+    async def test_descriptors_do_not_accumulate(self, listen: HostFactory) -> None:
         host = await listen()
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(300):

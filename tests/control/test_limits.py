@@ -28,7 +28,7 @@ class TestCounts:
         first()
         limits.admit(Credentials(10, 1000, 1000))
 
-    def test_processes_that_have_no_number_here_by_their_user(self) -> None:
+    def test_processes_without_a_pid_here_by_their_user(self) -> None:
         limits = ConnectionLimits(per_process=1, per_user=2)
         for _ in range(2):
             limits.admit(Credentials(0, 1000, 1000))

@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket."""
+"""The process at the other end of a Unix socket."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ class TestPidfd:
         assert died(pidfd, timeout=10)
         os.close(pidfd)
 
-    def test_is_not_had_for_another_process_with_the_same_id(
+    def test_is_not_opened_for_another_process_with_the_same_id(
         self, child: Child, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(process, "_SO_PEERPIDFD", 30_000)
         for started in ("", "1", start_time()):
             assert open_pidfd(child.sock, child.credentials, started) is None
 
-    def test_is_not_had_for_the_dead(self, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_not_opened_for_the_dead(self, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(process, "_SO_PEERPIDFD", 30_000)
         started = start_time(child.process.pid)
         child.process.kill()
@@ -105,13 +105,13 @@ class TestPidfd:
         assert open_pidfd(child.sock, child.credentials, started) is None
 
     @pytest.mark.parametrize("pid", [0, -1])
-    def test_is_not_had_for_a_process_of_another_namespace(self, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
+    def test_is_not_opened_for_a_process_of_another_namespace(self, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
         monkeypatch.setattr(process, "_SO_PEERPIDFD", 30_000)
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with one, other:
             assert open_pidfd(one, ME._replace(pid=pid), start_time()) is None
 
-    def test_is_not_had_where_it_is_forbidden(self, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_not_opened_where_it_is_forbidden(self, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
         def fails(pid: int) -> int:
             raise PermissionError
 
@@ -126,7 +126,7 @@ class TestStartTime:
         assert start_time().isdigit()
         assert int(start_time(child.process.pid)) > int(start_time())
 
-    def test_is_unknown_for_nobody(self) -> None:
+    def test_is_unknown_for_a_pid_without_a_process(self) -> None:
         assert start_time(1 << 22) == ""
 
     def test_is_found_whatever_the_process_is_called(self) -> None:
@@ -140,7 +140,7 @@ class TestStartTime:
 
 
 class TestLocalUser:
-    def test_is_us(self) -> None:
+    def test_is_the_user_of_this_process(self) -> None:
         user = LocalUser.current()
         assert user.uid == os.geteuid()
         assert user.overflow_uid == int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -157,7 +157,7 @@ class TestLocalUser:
             ("nonsense\n", False),
         ],
     )
-    def test_knows_whether_everybody_has_a_name(
+    def test_knows_whether_all_users_are_mapped(
         self, monkeypatch: pytest.MonkeyPatch, content: str, everybody: bool
     ) -> None:
         files = {"/proc/self/uid_map": content, "/proc/sys/kernel/overflowuid": "65534\n"}
@@ -172,11 +172,11 @@ class TestLocalUser:
         user = LocalUser.current()
         assert user[:3] == (os.geteuid(), 65534, False)
         assert user.missing == "/proc/self/uid_map: No such file or directory"
-        nobody = user._replace(uid=65534)
-        assert "could not find out: /proc/self/uid_map" in str(nobody.objection(Credentials(1, 65534, 1)))
+        overflow_user = user._replace(uid=65534)
+        assert "could not find out: /proc/self/uid_map" in str(overflow_user.objection(Credentials(1, 65534, 1)))
 
     @pytest.mark.parametrize("ask", [LocalUser.current, process.start_time])
-    def test_is_not_guessed_for_lack_of_descriptors(
+    def test_is_not_guessed_without_descriptors(
         self, monkeypatch: pytest.MonkeyPatch, ask: Callable[[], object]
     ) -> None:
         def fails(path: str) -> Any:

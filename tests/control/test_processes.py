@@ -24,9 +24,9 @@ from hixl_async.errors import AuthenticationError, ConnectError, PeerDownError
 
 from .sides import SECRET, HostFactory, Inbox, identity, memory
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 
-SOMEBODY = 54321
+OTHER_UID = 54321
 THERE = Path(__file__).with_name("other_side.py")
 
 
@@ -182,21 +182,21 @@ class TestAnotherProcess:
 class TestAnotherUser:
     async def test_is_refused_without_a_secret(self, listen: HostFactory) -> None:
         host = await listen()
-        async with other_side(port=host.address.port, uid=SOMEBODY) as other:
+        async with other_side(port=host.address.port, uid=OTHER_UID) as other:
             fact = await other.says()
             assert (fact["event"], fact["kind"]) == ("failed", "AuthenticationError")
             assert "the listener is not the same user: it runs as user 0, this side as user 54321" in fact["text"]
         assert host.connections.empty()
 
     async def test_is_refused_by_the_listener_too(self, listen: HostFactory) -> None:
-        """A dialler that does not look whom it talks to."""
+        """The dialler does not check who listens."""
         host = await listen()
         code = THERE.read_text().replace(
             "    me = Identity(",
             "    from hixl_async.control.process import LocalUser\n"
             "    LocalUser.objection = lambda self, other: None\n    me = Identity(",
         )
-        async with other_side(program=("-c", code), port=host.address.port, uid=SOMEBODY) as other:
+        async with other_side(program=("-c", code), port=host.address.port, uid=OTHER_UID) as other:
             fact = await other.says()
         assert fact["kind"] == "AuthenticationError"
         assert "the dialler is not the same user: it runs as user 54321, this side as user 0" in fact["text"]
@@ -206,9 +206,9 @@ class TestAnotherUser:
     async def test_is_welcome_with_the_secret(self, listen: HostFactory, shared: Path, way: str) -> None:
         unix_dir = str(shared) if way == "directory" else None
         host = await listen(secret=SECRET, unix_dir=unix_dir)
-        async with other_side(port=host.address.port, uid=SOMEBODY, secret=SECRET, unix_dir=unix_dir) as other:
+        async with other_side(port=host.address.port, uid=OTHER_UID, secret=SECRET, unix_dir=unix_dir) as other:
             theirs = await host.connections.get()
-            assert theirs.credentials == (other.pid, SOMEBODY, SOMEBODY)
+            assert theirs.credentials == (other.pid, OTHER_UID, OTHER_UID)
             assert theirs.pidfd is not None
             fact = await other.says()
             assert fact["same_host"]
@@ -220,13 +220,13 @@ class TestAnotherUser:
 
     async def test_is_refused_with_another_secret(self, listen: HostFactory) -> None:
         host = await listen(secret=SECRET)
-        async with other_side(port=host.address.port, uid=SOMEBODY, secret=b"guessed") as other:
+        async with other_side(port=host.address.port, uid=OTHER_UID, secret=b"guessed") as other:
             assert (await other.says())["kind"] == "AuthenticationError"
         assert host.connections.empty()
 
     async def test_cannot_connect_to_our_file_without_a_secret(self, listen: HostFactory, shared: Path) -> None:
         host = await listen(unix_dir=str(shared))
-        async with other_side(port=host.address.port, uid=SOMEBODY, unix_dir=str(shared)) as other:
+        async with other_side(port=host.address.port, uid=OTHER_UID, unix_dir=str(shared)) as other:
             fact = await other.says()
             assert fact["kind"] == "AuthenticationError"
             assert "Permission denied" in fact["text"]
@@ -264,7 +264,7 @@ class TestOtherNamespaces:
             assert fact["same_host"]
             assert (await host.connections.get()).credentials == (other.pid, 0, 0)
 
-    async def test_of_users_make_everybody_look_like_nobody(self, listen: HostFactory) -> None:
+    async def test_of_users_make_all_users_look_unmapped(self, listen: HostFactory) -> None:
         host = await listen()
         async with other_side(port=host.address.port, user_namespace=True) as other:
             fact = await other.says()

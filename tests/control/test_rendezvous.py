@@ -1,4 +1,4 @@
-"""The random Unix socket: its names, its files, and whom it trusts."""
+"""The random Unix socket: its names, its files, and the users that it trusts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TestDirectory:
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize(("other_users", "mode"), [(False, 0o600), (True, 0o666)])
-    def test_lets_in_whom_it_should_whatever_the_umask(self, tmp_path: Path, other_users: bool, mode: int) -> None:
+    def test_admits_the_right_users_whatever_the_umask(self, tmp_path: Path, other_users: bool, mode: int) -> None:
         before = os.umask(0o077)
         try:
             meeting = Rendezvous(str(tmp_path), other_users=other_users)
@@ -99,7 +99,7 @@ class TestDirectory:
         with pytest.raises(InvalidArgumentError, match="must belong to this user or root, not to user 12345"):
             open_and_close(tmp_path)
 
-    def test_must_be_one(self, tmp_path: Path) -> None:
+    def test_must_be_a_directory(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         for path in ("missing", "file"):
             with pytest.raises(InvalidArgumentError, match="must be a directory"):
@@ -131,7 +131,7 @@ class TestStaleFiles:
         assert meeting.name.file != stale.name
         meeting.close()
 
-    def test_of_the_living_are_kept(self, tmp_path: Path) -> None:
+    def test_of_living_processes_are_kept(self, tmp_path: Path) -> None:
         living = [Rendezvous(str(tmp_path), other_users=False) for _ in range(3)]
         assert {file.name for file in tmp_path.iterdir()} == {meeting.name.file for meeting in living}
         for meeting in living:
@@ -146,7 +146,7 @@ class TestStaleFiles:
         open_and_close(tmp_path)
         assert len(list(tmp_path.iterdir())) == 3
 
-    def test_of_those_about_to_listen_are_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_processes_about_to_listen_are_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Between bind and listen a socket looks dead; it has another name until it listens."""
         young, old = (tmp_path / f"hixl-{digit * 32}.new" for digit in "ab")
         monkeypatch.chdir(tmp_path)  # because the whole path may be too long for a socket's name
@@ -197,7 +197,7 @@ class TestScope:
         assert scope[:2] == ("", "")
         assert scope.missing == "/proc/sys/kernel/random/boot_id: No such file or directory"
 
-    def test_is_not_guessed_for_lack_of_descriptors(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_is_not_guessed_without_descriptors(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         def fails(*args: object, **options: object) -> None:
             raise OSError(errno.EMFILE, "Too many open files")
 

@@ -29,7 +29,7 @@ class Clock:
 
 
 class Worker:
-    """Some pieces of work, each of which takes the same time; notes in which pass it was done."""
+    """Pieces of work that take the same time each, and the pass in which each was done."""
 
     def __init__(self, name: str, amount: int, cost: float, clock: Clock, done: list[str]) -> None:
         self.name, self.amount, self.cost = name, amount, cost
@@ -189,7 +189,7 @@ async def test_tasks_wait_for_their_turn(scheduler: FairScheduler, clock: Clock)
 
 
 class TestConnections:
-    """They share the budget, whatever is sent over each of them."""
+    """The budget that connections share, whatever is sent over each of them."""
 
     @staticmethod
     def watch(clock: Clock) -> tuple[list[int], Callable[[], None]]:

@@ -40,18 +40,18 @@ class World:
 
     @property
     def landed(self) -> bytes:
-        """What the region of the right engine holds."""
+        """Return the contents of the right engine's region."""
         return bytes(memoryview(self.there))
 
     def write(self, data: Any = b"hello", start: int = 0, **options: Any) -> Transfer:
-        """Writes from the left engine into the right one's region."""
+        """Write from the left engine into the right one's region."""
         return self.left.write(data, self.remote[start : start + len(data)], **options)
 
     def batch(self, rows: Any, verb: str = "write") -> Batch:
         return Batch(verb, self.here, self.remote, rows)
 
     async def works(self) -> None:
-        """The engine goes on working, and nothing is left of what was tried before."""
+        """Assert that the engine goes on working, and that nothing is left of what was tried before."""
         self.plan.clear()
         before = self.left.stats()
         assert before.in_flight == before.pinned == 0
@@ -78,7 +78,7 @@ async def world() -> AsyncIterator[World]:
 
 @contextmanager
 def gil_kept() -> Iterator[None]:
-    """No thread takes the GIL from the running one; it changes hands only where it is let go."""
+    """Keep the GIL with the running thread until it releases it."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     try:

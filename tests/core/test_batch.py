@@ -1,4 +1,4 @@
-"""Prepared batches: what is merged, what repeats, and what moves elsewhere, each against plain bytes."""
+"""Prepared batches: merged, repeated and shifted rows, each compared with plain bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rows = list[tuple[int, int, int]]
 
 
 def expected(world: World, rows: Rows) -> bytes:
-    """What the rows make of the remote region."""
+    """Return what the rows make of the remote region."""
     there, here = bytearray(world.landed), bytes(memoryview(world.here))
     for loff, roff, length in rows:
         there[roff : roff + length] = here[loff : loff + length]
@@ -50,7 +50,7 @@ async def submitted(world: World, batch: Batch) -> bytes:
         ([(0, 0, 8), (100, 50, 1), (101, 51, 1), (300, 300, 8), (308, 308, 8)], 3),
     ],
 )
-async def test_neighbours_become_one(world: World, rows: Rows, count: int) -> None:
+async def test_neighbours_are_merged(world: World, rows: Rows, count: int) -> None:
     scribble(world)
     wanted = expected(world, rows)
     batch = world.batch(rows)
@@ -73,7 +73,7 @@ async def test_parts_are_not_merged_with_each_other(world: World) -> None:
     assert batch.count == 2
 
 
-async def test_the_failed_row_of_merged_ones(world: World) -> None:
+async def test_the_error_names_the_failed_row_of_merged_ones(world: World) -> None:
     rows = [(0, 0, 4), (4, 4, 4), (16, 16, 4), (32, 32, 4), (36, 36, 4), (40, 40, 4), (64, 64, 4)]
     batch = world.batch(rows)
     assert batch.count == 4
@@ -156,14 +156,14 @@ BAD_RUNS: list[tuple[tuple[int, ...], str]] = [
 
 
 @pytest.mark.parametrize(("run", "says"), BAD_RUNS)
-async def test_a_run_that_cannot_be(world: World, run: tuple[int, ...], says: str) -> None:
+async def test_an_impossible_run(world: World, run: tuple[int, ...], says: str) -> None:
     with pytest.raises(RangeError, match=says) as caught:
         Batch.strided("write", world.here, world.remote, [(0, 8, 0, 8, 8, 2), run])
     assert caught.value.index == 1
 
 
 @pytest.mark.parametrize("runs", [[], [(1, 2, 3)], [(0, 8, 0, 8, 8, -1)], [(0, 8, 0, 8, 8, "1")], 7])
-async def test_what_are_no_runs(world: World, runs: Any) -> None:
+async def test_malformed_runs(world: World, runs: Any) -> None:
     with pytest.raises(InvalidArgumentError):
         Batch.strided("write", world.here, world.remote, runs)
 
@@ -219,7 +219,7 @@ async def test_shifted_while_it_is_in_flight(world: World) -> None:
         (1 << 70, 0),
     ],
 )
-async def test_shifted_to_the_outside(world: World, local: int, remote: int) -> None:
+async def test_shifted_outside_the_region(world: World, local: int, remote: int) -> None:
     batch = world.batch([(0, 65, 8), (100, 200, 50)])
     with pytest.raises(RangeError, match="reaches outside"):
         batch.shifted(local, remote)
@@ -239,7 +239,7 @@ async def test_shifted_never_leaves_the_ranges_it_was_made_for(world: World) -> 
 
 
 @pytest.mark.parametrize("wrong", ["1", 1.5, None])
-async def test_a_shift_that_is_no_number(world: World, wrong: Any) -> None:
+async def test_a_shift_that_is_not_a_number(world: World, wrong: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="whole numbers"):
         world.batch([(0, 0, 1)]).shifted(wrong)
 
@@ -252,8 +252,8 @@ ROW = st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(1, 40))
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rows=st.lists(ROW, min_size=1, max_size=20), local=st.integers(-50, 50), remote=st.integers(-50, 50))
-def test_any_rows(rows: Rows, local: int, remote: int) -> None:
-    """Whatever is merged or shifted, the bytes are those of the rows one by one, where no two write to one place."""
+def test_any_rows_give_the_bytes_of_single_rows(rows: Rows, local: int, remote: int) -> None:
+    """Merged or shifted, the bytes are those of the rows one by one, as long as no two write to one place."""
     free = [0] * 400
     for _, roff, length in rows:
         for at in range(roff, roff + length):

@@ -1,4 +1,4 @@
-"""Transports whose own calls block: they start, register, forget and shut down in their own time.
+"""Transports whose own calls block while they start, register, deregister and shut down.
 
 The driver is shared memory under a plan that delays, holds or fails these calls; see ``verb=`` of `FaultPlan`.
 """
@@ -120,7 +120,7 @@ async def test_a_shutdown_that_fails_is_reported(loop_errors: list[Any]) -> None
     assert engine.driver_stats() == {"shm": {}}, "it is closed all the same"
 
 
-# A process of its own, for what it leaks on purpose is a leak.
+# In a process of its own, because what it leaks on purpose is a leak.
 STUCK = """
     import asyncio, time
     from hixl_async import Engine, engine as module
@@ -166,7 +166,7 @@ async def test_open_that_is_cancelled_during_a_start_that_never_ends(loop_errors
     assert "still held the memory of 1 transfers or calls" in context["message"]
     loop_errors.clear()
     assert engine.driver_stats()["shm"], "the driver was closed under its own call"
-    # What was leaked is given back here, for the balance of the tests.
+    # Leaked memory is released here, so that the balance sheet is empty.
     plan.release()
     await until(lambda: plan.counts.released == 1)
     engine._drivers["shm"].close()
@@ -182,17 +182,17 @@ def test_c7_a_call_that_does_not_end_leaks_loudly(verb: str, buffer: str) -> Non
     assert done.stdout == f"{buffer}\n", done.stderr
 
 
-# -- memory that is forgotten later
+# -- memory that is deregistered later
 
 
-async def test_a_closed_region_is_kept_until_its_transport_lets_go() -> None:
+async def test_a_closed_region_is_kept_until_its_transport_releases_it() -> None:
     plan = FaultPlan(1).hold(verb="retire")
     async with opened(plan) as engine:
         buffer = bytearray(b"lent" * 1024)
         region = engine.register("lent", buffer)
         await region.aclose()  # it is revoked, which is what a user waits for
         assert plan.holding == 1
-        assert region.pins == 0, "nobody uses it"
+        assert region.pins == 0, "it is not in use"
         await region.released()
         assert engine.stats().regions == 1
         with pytest.raises(BufferError):
@@ -210,7 +210,7 @@ async def test_views_hold_a_region_back() -> None:
         region = engine.allocate("kv", 4096)
         view = memoryview(region)
         await region.aclose()
-        assert plan.holding == 0, "it is retired while somebody looks at it"
+        assert plan.holding == 0, "it is retired while a view exists"
         view[:4] = b"here"
         view.release()
         assert plan.holding == 1
@@ -219,7 +219,7 @@ async def test_views_hold_a_region_back() -> None:
         await until(lambda: engine.stats().regions == 0)
 
 
-async def test_close_waits_until_memory_is_let_go() -> None:
+async def test_close_waits_until_memory_is_released() -> None:
     plan = FaultPlan(1).hold(verb="retire").hold(verb="shutdown")
     engine = await opened(plan).open()
     engine.allocate("kv", 4096)
@@ -236,7 +236,7 @@ async def test_close_waits_until_memory_is_let_go() -> None:
     await closing
 
 
-async def test_the_allocator_lets_go_last() -> None:
+async def test_the_allocator_releases_memory_last() -> None:
     first, second = FaultPlan(1).hold(verb="retire"), FaultPlan(1).hold(verb="retire")
     other = {"faulty": {"driver": table("shm"), "control": second._block}}
     async with Engine(drivers={**faulty("shm", first), **other}) as engine:
@@ -252,7 +252,7 @@ async def test_the_allocator_lets_go_last() -> None:
 
 
 @pytest.mark.parametrize("allocated", [True, False])
-async def test_memory_that_a_transport_cannot_let_go_is_leaked_loudly(loop_errors: list[Any], allocated: bool) -> None:
+async def test_memory_that_a_transport_cannot_release_is_leaked_loudly(loop_errors: list[Any], allocated: bool) -> None:
     plan = FaultPlan(1).fail("system", verb="retire", nth=1)
     async with opened(plan) as engine:
         buffer = bytearray(64)
@@ -297,7 +297,7 @@ REFUSED = """
 """
 
 
-def test_c7_memory_that_a_transport_refuses_to_let_go_is_leaked_loudly() -> None:
+def test_c7_memory_that_a_transport_refuses_to_release_is_leaked_loudly() -> None:
     code = textwrap.dedent(REFUSED.format(tests=str(Path(__file__).resolve().parents[1])))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
@@ -387,7 +387,7 @@ async def test_an_importer_that_does_not_wait_leaves_no_pin() -> None:
 
 
 @pytest.mark.parametrize("end", ["region", "peer", "engine"])
-async def test_what_ends_while_memory_becomes_ready(end: str) -> None:
+async def test_ends_while_memory_becomes_ready(end: str) -> None:
     plan = FaultPlan(1).hold(verb="ready")
     async with engine_pair(other=faulty("shm", plan), close_timeout=2.0) as pair:
         region = pair.right.allocate("kv", 64, access="write")
@@ -428,7 +428,7 @@ async def test_a_timeout_takes_memory_back_from_a_transport_that_hangs(world: Wo
     await world.works()
 
 
-async def test_work_that_stalls_is_taken_back_too() -> None:
+async def test_stalled_work_is_taken_back_too() -> None:
     plan = FaultPlan(1).stuck(nth=1)
     async with engine_pair(faulty("shm", plan), stall=0.1) as pair:
         _, remote = await pair.region("there", 64)
@@ -465,7 +465,7 @@ async def test_what_can_be_cancelled_is_not_abandoned(monkeypatch: pytest.Monkey
             transfer = pair.left.write(bytes(8), remote[0:8], timeout=0.01)
             with pytest.raises(TransferTimeoutError):
                 await transfer
-            assert len(asked) == calls, "cancelling was enough" if calls == 0 else "nobody told the driver"
+            assert len(asked) == calls, "cancelling was enough" if calls == 0 else "the driver was not told"
             plan.release()
             await transfer.drained()
 
@@ -474,7 +474,7 @@ async def test_what_can_be_cancelled_is_not_abandoned(monkeypatch: pytest.Monkey
 
 
 async def test_a_table_of_the_older_interface_works() -> None:
-    # What lies behind it in memory is somebody else's, and no function.
+    # The memory behind it belongs to others, and holds no function.
     old = table("shm", size=vt.CDriver.start.offset, rest=b"\xff" * 256)
     both: Any = {"faulty": {"driver": old}}
     async with engine_pair(both, other=both) as pair:

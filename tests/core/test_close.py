@@ -1,4 +1,4 @@
-"""C7: closing refuses new work, drains within a deadline, and leaks, loudly, what a device might still write."""
+"""C7: closing refuses new work, drains within a timeout, and leaks, with a warning, what a device might still write."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_c7_close_refuses_new_work(world: World) -> None:
         await transfer
 
 
-async def test_c7_close_drains_what_is_on_its_way() -> None:
+async def test_c7_close_drains_work_in_flight() -> None:
     plan = FaultPlan(1).delay(0.1)
     async with engine_pair(drivers=faulty("shm", plan), close_timeout=3.0) as pair:
         region, remote = await pair.region("kv", 4096)
@@ -56,7 +56,7 @@ async def test_c7_close_drains_what_is_on_its_way() -> None:
         assert transfer.result() == 5, "it was cut short"
         assert bytes(memoryview(region)[:5]) == b"hello"
         assert pair.left.stats().pinned == 0
-        buffer.append(1)  # nobody holds it
+        buffer.append(1)  # it is not held any more
 
 
 async def test_c7_close_waits_for_the_links_of_lost_peers(loop_errors: list[Any]) -> None:
@@ -89,7 +89,7 @@ async def test_c7_close_is_idempotent_and_survives_cancellation(world: World) ->
     assert world.left.stats().peers == 0
 
 
-async def test_c7_a_region_with_flights_stays_until_they_are_released(world: World) -> None:
+async def test_c7_a_region_in_use_stays_until_its_transfers_are_released(world: World) -> None:
     region = world.left.allocate("source", 64)
     world.plan.late(nth=1)
     transfer = world.left.write(region[0:8], world.remote[0:8])
@@ -114,7 +114,7 @@ async def test_c7_views_outlive_the_engine() -> None:
     view.release()
 
 
-# A process of its own, for what it leaks on purpose is a leak.
+# In a process of its own, because what it leaks on purpose is a leak.
 STUCK = """
     import asyncio, gc, sys, time
     from hixl_async import TransferError
@@ -149,7 +149,7 @@ STUCK = """
             del transfer, drained, by_buffer, waiter
             gc.collect()
             assert pair.left.stats().pinned >= 1
-            # The device comes to it after all: the memory must still be there on both sides.
+            # The device finishes after all: the memory must still be there on both sides.
             plan.release()
             await asyncio.sleep(0.05)
             view = memoryview(region)
@@ -162,7 +162,7 @@ STUCK = """
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_c7_what_a_device_holds_is_leaked_loudly(loop: str) -> None:
+def test_c7_memory_that_a_device_holds_is_leaked_loudly(loop: str) -> None:
     code = textwrap.dedent(STUCK)
     if loop == "uvloop":
         pytest.importorskip("uvloop")
@@ -174,7 +174,7 @@ def test_c7_what_a_device_holds_is_leaked_loudly(loop: str) -> None:
     assert done.stdout == "survived\n", done.stderr
 
 
-async def test_an_engine_that_was_never_closed_says_so() -> None:
+async def test_an_engine_that_was_never_closed_warns() -> None:
     engine = Engine(name="forgotten")
     await engine.open()
     address = engine.address

@@ -1,4 +1,4 @@
-"""drained() by transfer, by range, by region and by buffer, handles lost or not."""
+"""drained() by transfer, by range, by region and by buffer, with or without handles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import World
 
 
 async def settles(world: World, waiter: Awaitable[None], *, waits: bool) -> None:
-    """Is done at once, or only when what is held has been released."""
+    """Assert that a wait is done at once, or only when what is held has been released."""
     future = asyncio.ensure_future(waiter)
     await asyncio.sleep(0)
     assert future.done() is not waits
@@ -129,7 +129,7 @@ async def test_by_signal_word(world: World) -> None:
     await settles(world, world.remote[4096:4104].drained(), waits=True)
 
 
-async def test_several_waiters_and_flights(world: World) -> None:
+async def test_several_waiters_and_transfers(world: World) -> None:
     world.plan.late()
     transfers = [world.left.write(world.here[i : i + 1], world.remote[i : i + 1]) for i in range(10)]
     waiters = [asyncio.ensure_future(world.here[0 : i + 1].drained()) for i in range(10)]
@@ -154,13 +154,13 @@ async def test_cancelling_a_waiter_ends_only_the_wait(world: World) -> None:
     assert await transfer == 5
 
 
-async def test_what_has_no_memory(world: World) -> None:
+async def test_objects_without_memory_are_refused(world: World) -> None:
     for wrong in ("text", 7, None, memoryview(b"abcd")[::2]):
         with pytest.raises((BufferTypeError, InvalidArgumentError)):
             world.left.drained(wrong)
 
 
-async def test_drained_before_the_outcome_is_looked_at(world: World) -> None:
+async def test_drained_before_the_outcome_is_retrieved(world: World) -> None:
     """A failure that was only waited out is still reported by the await that follows."""
     world.plan.fail(nth=1)
     transfer = world.write()

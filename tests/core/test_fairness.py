@@ -14,7 +14,7 @@ from .conftest import World
 
 
 class Ticker:
-    """Counts the passes of the loop."""
+    """A count of the passes of the loop."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -69,7 +69,7 @@ async def _at_least(world: World) -> None:
 
 
 @pytest.mark.parametrize("use", [_group, _coalesce, _drained, _drained_ranges, _room, _at_least])
-async def test_c8_whatever_is_awaited_yields(world: World, use: Callable[[World], Awaitable[None]]) -> None:
+async def test_c8_every_await_yields(world: World, use: Callable[[World], Awaitable[None]]) -> None:
     ticker = Ticker()
     for _ in range(1000):
         await use(world)
@@ -100,7 +100,7 @@ async def test_c8_large_finished_work_yields_more_often(world: World) -> None:
 
 
 async def test_c8_work_that_was_waited_for_needs_no_further_yield(world: World) -> None:
-    """Whoever waited has let others run; being sent around once more would only cost."""
+    """A task that waited has let others run; another pass would only cost time."""
 
     async def write(transfer: Transfer) -> int:
         return await transfer
@@ -145,7 +145,7 @@ async def test_c8_a_drain_is_capped(world: World) -> None:
     await asyncio.gather(*transfers)
     ticker.stop()
     assert len(at) == n
-    assert at[-1] - at[0] >= n // 256 - 1, "the loop served nobody else meanwhile"
+    assert at[-1] - at[0] >= n // 256 - 1, "the loop served no other task meanwhile"
     assert max(at.count(turn) for turn in set(at)) <= 2 * 256
 
 

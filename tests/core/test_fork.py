@@ -18,7 +18,7 @@ from .conftest import World
 
 
 async def in_child(check: Callable[[], None]) -> None:
-    """Runs `check` in a forked child and fails with what went wrong there."""
+    """Run `check` in a forked child, and fail with its error."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -106,7 +106,7 @@ def descriptors() -> dict[int, str]:
 
 
 async def test_c10_the_child_holds_no_descriptor_of_the_parent() -> None:
-    """Else the parent's death would go unnoticed, and its port stay taken, while a child lives."""
+    """Otherwise the parent's death would go unnoticed, and its port stay taken, while a child lives."""
     await asyncio.sleep(0)
     before = descriptors()
     async with engine_pair(drivers=faulty("shm", FaultPlan(1).hold())) as pair:
@@ -126,7 +126,7 @@ async def test_c10_the_child_holds_no_descriptor_of_the_parent() -> None:
         assert region
 
 
-async def test_c10_an_engine_of_the_childs_own(world: World) -> None:
+async def test_c10_the_child_may_open_an_engine_of_its_own(world: World) -> None:
     def check() -> None:
         async def main() -> None:
             async with engine_pair() as pair:
@@ -141,7 +141,7 @@ async def test_c10_an_engine_of_the_childs_own(world: World) -> None:
 
 
 async def test_c10_death_of_a_peer_is_seen_although_a_child_lives(world: World) -> None:
-    """A child of ours does not keep the peer's death from us, nor ours from the peer."""
+    """A child of this process hides neither the peer's death from it, nor its death from the peer."""
     async with peer_process(regions={"kv": 4096}) as process:
         peer = await world.left.connect(process.address)
         reading, writing = os.pipe()

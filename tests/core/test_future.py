@@ -1,4 +1,4 @@
-"""A Transfer is a future: whatever asyncio does with one, it does with a Transfer."""
+"""A Transfer is a future: all that asyncio does with a future works with a Transfer."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ async def test_next_by_hand(world: World) -> None:
 # -- outcome
 
 
-async def test_before_the_outcome(world: World) -> None:
+async def test_an_outcome_that_is_not_known_yet(world: World) -> None:
     world.plan.hold(nth=1)
     transfer = world.write()
     assert not transfer.done()
@@ -411,7 +411,7 @@ async def test_a_failing_callback_reaches_the_exception_handler(
     assert isinstance(loop_errors.pop()["exception"], ZeroDivisionError)
 
 
-# -- failures that nobody looks at
+# -- failures that are never retrieved
 
 
 @pytest.mark.parametrize("how", ["fault", "timeout"])
@@ -435,7 +435,7 @@ async def test_unretrieved_failure_is_reported(world: World, loop_errors: list[d
 
 
 @pytest.mark.parametrize("how", ["await", "exception", "result", "gather"])
-async def test_a_failure_that_somebody_saw_is_not(world: World, loop_errors: list[dict[str, Any]], how: str) -> None:
+async def test_a_retrieved_failure_is_not_reported(world: World, loop_errors: list[dict[str, Any]], how: str) -> None:
     world.plan.fail(nth=1)
     transfer = world.write()
     if how == "await":
@@ -455,7 +455,7 @@ async def test_a_failure_that_somebody_saw_is_not(world: World, loop_errors: lis
     assert loop_errors == []
 
 
-async def test_cancellation_is_no_failure(world: World, loop_errors: list[dict[str, Any]]) -> None:
+async def test_cancellation_is_not_a_failure(world: World, loop_errors: list[dict[str, Any]]) -> None:
     world.plan.hold(nth=1)
     world.write().cancel()
     await asyncio.sleep(0)

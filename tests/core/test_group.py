@@ -122,7 +122,7 @@ async def test_timeout_around_a_group(world: World) -> None:
     assert world.left.stats().pinned == 0
 
 
-async def test_a_bad_call_inside(world: World) -> None:
+async def test_a_refused_call_in_the_body(world: World) -> None:
     async def body() -> None:
         async with world.left.group() as group:
             group.write(b"x", world.remote[0:1])
@@ -134,7 +134,7 @@ async def test_a_bad_call_inside(world: World) -> None:
     await world.works()
 
 
-async def test_nobody_joins_a_group_that_is_over(world: World) -> None:
+async def test_a_finished_group_takes_no_transfers(world: World) -> None:
     async with world.left.group() as group:
         group.write(b"x", world.remote[0:1])
     for call in (group.write, group.read):

@@ -16,7 +16,7 @@ from .conftest import World
 
 
 def elsewhere(call: Callable[[], Any], *, loop: bool) -> BaseException | None:
-    """What `call` raises in another thread, with or without a running loop there."""
+    """Return what `call` raises in another thread, with or without a running loop there."""
     raised: list[BaseException] = []
 
     async def main() -> None:
@@ -96,7 +96,7 @@ def test_c9_the_next_loop_of_the_same_thread(runner: asyncio.Runner) -> None:
     runner.run(engine.aclose())
 
 
-def test_c9_a_loop_that_stands_still(runner: asyncio.Runner) -> None:
+def test_c9_calls_while_the_loop_does_not_run(runner: asyncio.Runner) -> None:
     """A synchronous program, or a cell of a notebook, calls on the right thread between two runs of the loop."""
     engine = Engine(name="between runs")
     runner.run(engine.open())
@@ -113,7 +113,7 @@ def test_c9_a_loop_that_stands_still(runner: asyncio.Runner) -> None:
 
 
 async def test_views_may_be_dropped_in_other_threads(world: World) -> None:
-    """The last view of a closed region goes wherever it goes; the driver is told on the loop's thread."""
+    """The last view of a closed region may be dropped anywhere; the driver is told on the loop's thread."""
     region = world.left.allocate("viewed", 4096)
     views = [memoryview(region)]
     await region.aclose()

@@ -1,4 +1,4 @@
-"""Who owns a slot, and until when: C1, C2, C5."""
+"""The owner of a slot, and the end of its ownership: C1, C2, C5."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import World
 
 
 def pinned(buffer: bytearray) -> bool:
-    """A buffer that somebody still uses cannot be resized."""
+    """A buffer that is still in use cannot be resized."""
     try:
         buffer.append(0)
     except BufferError:
@@ -24,10 +24,10 @@ def pinned(buffer: bytearray) -> bool:
     return False
 
 
-# -- C1: the slot is owned by the flight from accepted submit to release
+# -- C1: the slot is owned by the operation from accepted submit to release
 
 
-async def test_c1_flight_holds_exactly_one_reference(world: World) -> None:
+async def test_c1_an_operation_holds_exactly_one_reference(world: World) -> None:
     world.plan.hold(nth=1)
     transfer = world.write()
     in_flight = sys.getrefcount(transfer)
@@ -222,7 +222,7 @@ async def test_cancel_after_the_bytes_landed(world: World) -> None:
     await transfer.drained()
 
 
-async def test_failure_says_what_is_undefined(world: World) -> None:
+async def test_the_error_states_what_is_undefined(world: World) -> None:
     world.plan.fail("system", native=5, index=1, nth=1)
     world.here.numpy()[:] = 9
     transfer = world.left.submit(world.batch([(0, 0, 4), (4, 4, 4), (9, 8, 8), (24, 16, 8)]))

@@ -1,4 +1,4 @@
-"""A bound on the bytes in flight, and who waits for room below it."""
+"""A bound on the bytes in flight, and waiting for room below it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from passes import settle
 
 from hixl_async import BusyError, ClosedError, Engine, InvalidArgumentError
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
@@ -35,11 +36,6 @@ async def narrow() -> AsyncIterator[Narrow]:
         plan.release()
 
 
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
 async def test_more_than_the_bound_is_refused(narrow: Narrow) -> None:
     first = narrow.write(60)
     with pytest.raises(BusyError, match=r"61440 of at most 102400 bytes.*room") as caught:
@@ -54,7 +50,7 @@ async def test_more_than_the_bound_is_refused(narrow: Narrow) -> None:
     assert narrow.engine.stats().bytes_in_flight == 0
 
 
-async def test_what_is_larger_than_the_bound_goes_alone(narrow: Narrow) -> None:
+async def test_a_transfer_larger_than_the_bound_goes_alone(narrow: Narrow) -> None:
     large = narrow.write(300)
     with pytest.raises(BusyError):
         narrow.write(1)
@@ -81,7 +77,7 @@ async def test_pinned_bytes_count_although_the_outcome_is_known(narrow: Narrow) 
 
 
 async def test_room_is_given_in_order(narrow: Narrow) -> None:
-    """One that waits for much is not overtaken by those that want little."""
+    """A waiter for much room is not overtaken by waiters for little."""
     order: list[str] = []
 
     async def send(name: str, kib: int) -> Any:
@@ -116,7 +112,7 @@ async def test_a_waiter_that_gives_up(narrow: Narrow) -> None:
     await asyncio.wait([impatient])
     assert impatient.cancelled()
     async with asyncio.timeout(5):
-        await narrow.engine.room(100 * KIB)  # what nobody took is there again
+        await narrow.engine.room(100 * KIB)  # the budget that was not used is available again
 
 
 async def test_room_at_once(narrow: Narrow) -> None:
@@ -126,20 +122,20 @@ async def test_room_at_once(narrow: Narrow) -> None:
     await narrow.engine.room(50 * KIB)
 
 
-async def test_no_bound(narrow: Narrow) -> None:
+async def test_without_a_bound(narrow: Narrow) -> None:
     async with Engine() as engine:
         assert engine.config.max_bytes_in_flight is None
         await engine.room(1 << 50)
 
 
 @pytest.mark.parametrize("nbytes", [-1, 1 << 62, "1", 1.5, None])
-async def test_room_for_what_is_no_number(narrow: Narrow, nbytes: Any) -> None:
+async def test_room_for_a_malformed_number(narrow: Narrow, nbytes: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="nbytes"):
         await narrow.engine.room(nbytes)
 
 
 @pytest.mark.parametrize("most", [0, -1, 1.5, "1", True, 1 << 62])
-def test_a_bound_that_makes_no_sense(most: Any) -> None:
+def test_a_malformed_bound(most: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="max_bytes_in_flight"):
         Engine(max_bytes_in_flight=most)
 
@@ -155,7 +151,7 @@ async def test_waiting_ends_with_the_engine(narrow: Narrow) -> None:
     await closing
 
 
-async def test_who_gives_up_lets_those_behind_in(narrow: Narrow) -> None:
+async def test_a_waiter_that_gives_up_lets_the_next_in(narrow: Narrow) -> None:
     held = narrow.write(60)
     large = asyncio.ensure_future(narrow.engine.room(50 * KIB))
     await settle()

@@ -1,4 +1,4 @@
-"""How much has landed: asked, and waited for."""
+"""How much has landed: polled and awaited."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_at_least_while_it_runs(world: World) -> None:
 
 
 async def test_at_least_of_a_large_one() -> None:
-    """Real copies on real threads: what it says has landed has landed."""
+    """Real copies on real threads: reported bytes have landed."""
     async with engine_pair() as pair:
         there, remote = await pair.region("kv", 64 * MIB)
         here = pair.left.allocate("here", 64 * MIB)
@@ -73,7 +73,7 @@ async def test_at_least_of_one_that_is_cancelled(world: World) -> None:
     world.plan.release()
 
 
-async def test_whoever_waits_may_give_up(world: World) -> None:
+async def test_a_waiter_may_give_up(world: World) -> None:
     world.plan.hold(nth=1)
     transfer = world.write()
     with pytest.raises(TimeoutError):
@@ -85,13 +85,13 @@ async def test_whoever_waits_may_give_up(world: World) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [-1, 6, 1.5, "1", None])
-async def test_more_than_there_is(world: World, nbytes: Any) -> None:
+async def test_more_bytes_than_the_transfer_has(world: World, nbytes: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"0\.\.5"):
         await world.write().at_least(nbytes)
 
 
-async def test_a_paced_link_is_looked_at_seldom() -> None:
-    """The looks follow the rate, so that waiting costs next to nothing."""
+async def test_a_paced_link_is_polled_rarely() -> None:
+    """The polling interval follows the rate, so that waiting costs next to nothing."""
     async with engine_pair(drivers=faulty("shm", FaultPlan(1).bandwidth(20 * MIB))) as pair:
         _, remote = await pair.region("kv", 4 * MIB)
         transfer = pair.left.write(bytes(4 * MIB), remote)

@@ -1,4 +1,4 @@
-"""Code of the caller's objects runs inside a call, between its checks and the submit, and may close anything."""
+"""Code of the caller's objects, which runs inside a call between its checks and the submit, may close anything."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ CALLS: dict[str, Callable[[World, Callable[[], None]], Any]] = {
     ),
     "a signal's value": lambda world, act: world.write(signal=(world.remote[64:72], Index(act))),
     "a priority": lambda world, act: world.write(priority=_made(Word, "low", act)),
-    "a deadline": lambda world, act: world.write(deadline=_made(Number, 1, act)),
+    "a timeout": lambda world, act: world.write(timeout=_made(Number, 1, act)),
 }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def _close(world: World) -> None:
     refuse_work(world.left)  # the first step of it, now
 
 
-#: What that code does.
+#: The actions of that code.
 ACTS: dict[str, Callable[[World], None]] = {
     "closes the remote region": lambda world: retire(world.remote),
     "loses the peer": _lose,
@@ -137,7 +137,7 @@ class Liar(str):
 
 
 async def test_topics_are_encoded_by_python_itself(world: World) -> None:
-    """An object's own `encode` may return what is no bytes."""
+    """An object's own `encode` may return something else than bytes."""
     async with world.right.notifications("topic") as notes:
         await world.write(notify=(Liar("topic"), b"payload"))
         async with asyncio.timeout(5):

@@ -1,6 +1,6 @@
-"""The closed surface: what users hold shows no more than what is decided here, and nothing that a call can crash.
+"""The closed surface: users' objects show no more than is listed here, and no call crashes.
 
-Whatever may crash runs in a process of its own.
+Code that may crash runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PUBLIC = {
     hixl_async.Engine: {
         "accepted", "aclose", "address", "allocate", "bytes_in_flight", "closed", "coalesce", "connect", "drained",
         "driver_facts", "driver_limits", "driver_stats", "forked", "group", "in_flight", "incarnation", "loop", "name",
-        "notifications", "notify", "on_close", "open", "peers", "read", "register", "regions", "room", "serve", "stats",
-        "submit", "unserve", "write",
+        "notifications", "notify", "on_close", "open", "peers", "read", "register", "regions", "remove_close_callback", "room",
+        "serve", "stats", "submit", "unserve", "write",
     },
     hixl_async.Region: {
         *MEMORY, "access_for", "aclose", "address", "device", "numpy", "readonly", "ready", "revoke", "torch",
@@ -39,9 +39,9 @@ PUBLIC = {
     hixl_async.Transfer: {*FUTURE, "at_least", "drained", "nbytes", "progress", "state"},
     hixl_async.Batch: {"count", "nbytes", "shifted", "strided"},
     hixl_async.Peer: {
-        "aclose", "add_lost_callback", "add_signal_callback", "address", "confirmed_dead", "drivers", "fenced",
-        "limit_bandwidth", "name", "post", "region", "regions", "remove_lost_callback", "remove_signal_callback",
-        "request", "route", "same_host",
+        "aclose", "add_lost_callback", "add_signal_callback", "address", "confirmed_dead", "drivers", "error", "fenced",
+        "identity", "limit_bandwidth", "name", "post", "region", "regions", "remove_lost_callback", "remove_signal_callback",
+        "request", "route", "same_host", "state",
     },
     hixl_async.Group: {"read", "submit", "write"},
     hixl_async.Coalescer: {"flush", "read", "write"},
@@ -56,13 +56,13 @@ def public(kind: type) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
-def test_what_users_hold_shows_what_was_decided(kind: type) -> None:
+def test_public_attributes_are_those_listed(kind: type) -> None:
     assert public(kind) == PUBLIC[kind]
 
 
 @pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
 def test_the_core_adds_no_private_names(kind: type) -> None:
-    """A leading underscore keeps nobody from calling what could free the memory of a transfer."""
+    """A leading underscore does not prevent a call that could free the memory of a transfer."""
     ours = [base for base in kind.__mro__ if base.__module__.startswith(("hixl_async._core", "hixl_async.core"))]
     private = {name for base in ours for name in vars(base) if name.startswith("_") and not name.startswith("__")}
     assert private - PROTOCOL == set()
@@ -74,7 +74,7 @@ def test_every_public_attribute_is_documented(kind: type) -> None:
     assert undocumented == set()
 
 
-def test_the_headline_is_named_where_one_looks() -> None:
+def test_the_engine_names_its_main_methods() -> None:
     """By the engine itself, and without a wrapper around what the core compiled."""
     for name in ("read", "write", "submit", "drained"):
         assert vars(hixl_async.Engine)[name] is vars(_core.Core)[name]
@@ -119,7 +119,7 @@ async def test_pins_are_taken_back_once(world: World) -> None:
     assert world.here.pins == 0
 
 
-def test_what_only_the_core_makes() -> None:
+def test_types_that_only_the_core_creates() -> None:
     for kind in (hixl_async.Transfer, hixl_async.LocalSlice, hixl_async.RemoteSlice, link.Link):
         for make in (kind, lambda kind=kind: kind.__new__(kind)):
             with pytest.raises(TypeError, match="made by"):
@@ -173,7 +173,7 @@ LEFT_OUT = {"__class__", "__del__", "__init__", "__setattr__", "__delattr__", "n
 
 
 def alone(script: str) -> str:
-    """What a script writes; a crash is a failure, and shows where it was."""
+    """Return what a script writes; a crash is a failure, and shows where it was."""
     result = subprocess.run([sys.executable, "-c", ALONE + script], capture_output=True, text=True, timeout=50)
     assert result.returncode == 0, f"{result.returncode}: {result.stderr[-3000:]}"
     return result.stdout
@@ -225,7 +225,7 @@ print("survived")
 
 
 def test_public_objects_crash_nothing() -> None:
-    """Every attribute of every object that users hold, called with nonsense, gives an error that tells, and never a crash."""
+    """Every attribute of every object that users hold, called with nonsense, raises a clear error and never crashes."""
     assert "survived" in alone("""
 TOLD = (hx.HixlError, TypeError, ValueError, OSError, asyncio.InvalidStateError, asyncio.CancelledError)
 

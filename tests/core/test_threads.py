@@ -1,4 +1,4 @@
-"""Driver threads, the loop's thread, and who runs what: C3, C4."""
+"""Driver threads and the loop's thread, and what runs on each: C3, C4."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .conftest import World, gil_kept
 
 
 def wait_for_post(world: World, before: int) -> None:
-    """Spins, keeping the GIL, until a driver's thread has posted to the mailbox."""
+    """Spin, keeping the GIL, until a driver's thread has posted to the mailbox."""
     deadline = time.monotonic() + 5
     while world.left.stats().wakeups == before:
         assert time.monotonic() < deadline, "no thread of the driver got anywhere"
@@ -113,17 +113,17 @@ async def test_c4_resumed_directly_from_the_drain(world: World) -> None:
     assert asyncio.current_task() is not waiter
 
 
-@pytest.mark.parametrize("ending", ["task", "transfer", "feed", "drain"])
-async def test_c4_what_a_resumed_task_ends_is_resumed_by_the_loop(world: World, ending: str) -> None:
+@pytest.mark.parametrize("ending", ["task", "transfer", "subscription", "drain"])
+async def test_c4_tasks_that_a_resumed_task_wakes_are_resumed_by_the_loop(world: World, ending: str) -> None:
     """It runs inside of the drain, but a task is current: itself."""
     world.plan.hold(count=3)
     first, second, third = world.write(), world.write(), world.write()
-    feed = world.left.notifications("never")
+    subscription = world.left.notifications("never")
     steps: list[str] = []
 
     async def victim() -> None:
         with contextlib.suppress(asyncio.CancelledError, ClosedError):
-            await (feed.get() if ending == "feed" else second)
+            await (subscription.get() if ending == "subscription" else second)
         steps.append("victim")
 
     async def canceller(other: asyncio.Task[None]) -> None:
@@ -132,8 +132,8 @@ async def test_c4_what_a_resumed_task_ends_is_resumed_by_the_loop(world: World, 
             other.cancel()
         elif ending == "transfer":
             second.cancel()
-        elif ending == "feed":
-            feed.close()
+        elif ending == "subscription":
+            subscription.close()
         else:
             world.plan.release()
             in_flight.drain(world.left)
@@ -149,7 +149,7 @@ async def test_c4_what_a_resumed_task_ends_is_resumed_by_the_loop(world: World, 
     assert steps == ["canceller", "victim"]
     world.plan.release()
     await asyncio.wait([third])
-    feed.close()
+    subscription.close()
 
 
 async def test_c4_callbacks_never_run_inside_the_call_that_ends_it(world: World) -> None:
@@ -242,7 +242,7 @@ def test_interrupt_through_a_resumed_task_loses_nothing(runner: asyncio.Runner, 
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_interrupt_through_a_resumed_subscriber_loses_nothing(
+def test_interrupt_through_a_resumed_subscription_loses_nothing(
     runner: asyncio.Runner, kind: type[BaseException]
 ) -> None:
     """A reader of notifications is resumed at once too; what it raises must not cost the notifications behind."""

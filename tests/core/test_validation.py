@@ -1,4 +1,4 @@
-"""C6: everything is checked before anything is sent, and every bad input has its own error that says what to do."""
+"""C6: everything is checked before anything is sent, and every bad input has an error of its own that states the remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOP = 2**64
 
 @asynccontextmanager
 async def refused(world: World, kind: type[Exception], says: str) -> AsyncIterator[pytest.ExceptionInfo[Exception]]:
-    """The body raises `kind`, which says why; nothing is sent, and the engine goes on working."""
+    """Expect the body to raise `kind` with a reason; nothing is sent, and the engine goes on working."""
     ops, stats, before = world.plan.counts.ops, world.left.stats(), world.landed
     pins = world.here.pins, world.remote.pins
     with pytest.raises(kind) as caught:
@@ -136,7 +136,7 @@ async def test_bad_remote(world: World, remote: Any) -> None:
         world.left.write(b"12345678", remote)
 
 
-async def test_both_sides_local_is_a_transfer_to_self(world: World) -> None:
+async def test_a_target_of_the_engine_itself_is_refused(world: World) -> None:
     """A region of one's own is no target; copy within the process instead."""
     for verb in (world.left.write, world.left.read):
         says = "remote must be a region of a peer, not <Region 'here'"
@@ -445,7 +445,7 @@ async def test_parts_of_several_regions(world: World) -> None:
     assert world.landed[8:12] == b"0189"
 
 
-# -- objects that nobody made
+# -- objects made by hand
 
 
 async def test_objects_made_by_hand(world: World) -> None:

@@ -104,7 +104,7 @@ class Tensor(torch.Tensor):
 
 
 def install() -> None:
-    """Once in a process, and for good."""
+    """Register the device, once in a process and for good."""
     if not hasattr(torch, "npu"):
         _setup_privateuseone_for_python_backend(
             rename="npu", backend_module=_Module("torch.npu"), hook=_Hook(), device_guard=_Guard()

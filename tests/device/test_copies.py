@@ -1,10 +1,13 @@
-"""Transfers whose local side lies on a device that copies by itself: what it does is made up here, all else is real."""
+"""Transfers whose local side lies on a device that copies by itself: the device is simulated here, all else is real."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from hixl_async import (
     TransferTimeoutError,
 )
 from hixl_async._core import set_object_support
+from hixl_async.core import torch_device
 from hixl_async.core.device_copies import DeviceCopies
 from hixl_async.engine.region import Operand, operand
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
@@ -26,14 +30,14 @@ SIZE = 4096
 
 
 class Tensor:
-    """Bytes on the device."""
+    """A tensor of bytes on the device."""
 
     def __init__(self, data: bytes) -> None:
         self.data = bytearray(data)
 
 
 class Event:
-    """Of one copy, which happens when the test says so."""
+    """The event of one copy, which happens when the test says so."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self.run = run
@@ -76,12 +80,59 @@ class Device:
         return self.events[-1]
 
     def serve(self, engine: Engine) -> None:
-        """From now on the engine takes tensors of this device."""
+        """Let the engine take tensors of this device."""
 
         def address_of(local: Any, writable: bool) -> Operand:
             return Operand(1, len(local.data), local, True) if isinstance(local, Tensor) else operand(local, writable)
 
         set_object_support(engine, address_of, DeviceCopies(engine, self.pin, self.copy).begin)
+
+
+class Stream:
+    """The work that a device was given by way of torch, and has not done."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], object]] = []
+
+    def query(self) -> bool:
+        return not self.work
+
+    def finish(self) -> None:
+        for work in self.work:
+            work()
+        self.work.clear()
+
+    def torch(self, event: Callable[[], object]) -> Any:
+        """Return the part of torch that a copy needs; `event` makes its events."""
+        device = SimpleNamespace(device=lambda _: nullcontext(), current_stream=lambda _: self, Event=event)
+        return SimpleNamespace(
+            uint8="uint8",
+            frombuffer=lambda memory, dtype: StreamTensor(self, memory),
+            get_device_module=lambda _: device,
+        )
+
+
+class StreamTensor(Tensor):
+    """Bytes on the device, or of the host, that a stream copies."""
+
+    device = "npu:0"
+
+    def __init__(self, stream: Stream, data: Any) -> None:
+        self.stream, self.data = stream, data
+
+    def reshape(self, _: int) -> StreamTensor:
+        return self
+
+    def view(self, _: object) -> StreamTensor:
+        return self
+
+    def copy_(self, source: StreamTensor, *, non_blocking: bool) -> None:
+        assert non_blocking
+
+        def work() -> None:
+            memoryview(self.data).cast("B")[:] = memoryview(source.data).cast("B")
+
+        self.stream.work.append(work)
 
 
 class Scene:
@@ -206,7 +257,43 @@ async def test_the_device_refuses(scene: Scene) -> None:
     assert await transfer == 5
 
 
-async def test_memory_that_no_device_can_reach(scene: Scene) -> None:
+async def test_an_event_that_cannot_be_recorded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy was queued before, so it is no refusal, and its memory is held until the stream is idle."""
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            raise RuntimeError("out of events")
+
+    stream = Stream()
+    monkeypatch.setitem(sys.modules, "torch", stream.torch(Event))
+    monkeypatch.setattr(scene.device, "copy", torch_device.copy)
+    scene.device.serve(scene.engine)
+    transfer = scene.engine.write(StreamTensor(stream, bytearray(b"hello")), scene.remote[0:5], notify=("t", b""))
+    await settle()
+    assert scene.engine.stats().pinned == 1
+    assert not transfer.done()
+    stream.finish()
+    with pytest.raises(TransferError, match="failed on the device.*undefined: out of events"):
+        await transfer
+    await transfer.drained()
+    assert scene.landed() == b"hello"
+
+
+async def test_without_an_event_nothing_is_queued(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def event() -> object:
+        raise RuntimeError("out of events")
+
+    stream = Stream()
+    monkeypatch.setitem(sys.modules, "torch", stream.torch(event))
+    monkeypatch.setattr(scene.device, "copy", torch_device.copy)
+    scene.device.serve(scene.engine)
+    with pytest.raises(DriverError, match="refused.*out of events"):
+        scene.engine.write(StreamTensor(stream, bytearray(b"hello")), scene.remote[0:5])
+    assert not stream.work
+    assert scene.engine.stats().pinned == 0
+
+
+async def test_memory_that_the_device_cannot_reach(scene: Scene) -> None:
     scene.pair.right.register("registered", bytearray(64), access="write")
     remote = await scene.pair.peer.region("registered")
     with pytest.raises(BufferTypeError, match="registered.*CPU"):
@@ -214,8 +301,8 @@ async def test_memory_that_no_device_can_reach(scene: Scene) -> None:
     assert scene.engine.stats().pinned == 0
 
 
-async def test_a_region_is_not_given_back_under_a_copy(scene: Scene) -> None:
-    """Its owner's word that it is closed waits for us, as it does for copies of our own threads."""
+async def test_a_region_is_not_released_during_a_copy(scene: Scene) -> None:
+    """Its owner's close waits for the copy, as it does for copies of this process's own threads."""
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
     closing = asyncio.ensure_future(scene.region.aclose())
     await settle(0.05)
@@ -227,7 +314,7 @@ async def test_a_region_is_not_given_back_under_a_copy(scene: Scene) -> None:
     assert not scene.region.pins
 
 
-async def test_a_peer_is_not_left_under_a_copy(scene: Scene) -> None:
+async def test_a_peer_is_not_left_during_a_copy(scene: Scene) -> None:
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], notify=("t", b""))
     notes = scene.pair.right.notifications("t")
     closing = asyncio.ensure_future(scene.pair.peer.aclose())
@@ -250,7 +337,7 @@ async def test_a_mapping_is_pinned_once(scene: Scene) -> None:
     await until(lambda: not scene.device.pinned)
 
 
-async def test_a_peer_that_is_lost_under_a_copy(scene: Scene) -> None:
+async def test_a_peer_that_is_lost_during_a_copy(scene: Scene) -> None:
     """Its memory stays mapped until the device is done with it."""
     transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5], notify=("t", b""))
     await scene.pair.right.aclose()

@@ -31,7 +31,7 @@ async def test_both_ways(pair: EnginePair, size: int) -> None:
     assert back.equal(source)
 
 
-async def test_the_copy_waits_for_what_the_stream_computes(pair: EnginePair) -> None:
+async def test_the_copy_waits_for_the_stream(pair: EnginePair) -> None:
     region, remote = await pair.region("kv", 4 << 20)
     ones = torch.ones(1 << 20, dtype=torch.float32, device="cuda")
     for _ in range(100):

@@ -73,7 +73,7 @@ async def test_lists_of_device_and_host_memory(drivers: Any) -> None:
         assert there.pins == 1
 
 
-async def test_device_memory_is_not_looked_at(drivers: Any) -> None:
+async def test_device_memory_is_not_read(drivers: Any) -> None:
     async with Engine(drivers=drivers) as engine:
         region = engine.register("weights", tensor(8, 8))
         for look in (lambda: memoryview(region), lambda: memoryview(region[0:8]), lambda: region.numpy()):
@@ -82,7 +82,7 @@ async def test_device_memory_is_not_looked_at(drivers: Any) -> None:
         await engine.drained(tensor(8))
 
 
-async def test_drivers_of_host_memory_take_none(drivers: Any) -> None:
+async def test_drivers_of_host_memory_refuse_tensors_on_devices(drivers: Any) -> None:
     async with Engine(drivers=["shm"]) as engine:
         with pytest.raises(DriverError, match="none of the drivers.*shm.*registers device memory"):
             engine.register("weights", tensor(8))
@@ -93,7 +93,7 @@ async def test_drivers_of_host_memory_take_none(drivers: Any) -> None:
         region = pair.right.register("weights", weights, access="read-write")
         remote = await pair.peer.region("weights")
         assert pair.peer.route(remote).startswith("hixl: "), "shared memory cannot reach a device"
-        # What shm would copy by its address must never be an address of a device.
+        # shm must never get the address of device memory, because it would copy from it.
         host = pair.right.allocate("host", 128, access="read-write")
         there = await pair.peer.region("host")
         assert pair.peer.route(there).startswith("shm: ")
@@ -113,7 +113,7 @@ async def test_drivers_of_host_memory_take_none(drivers: Any) -> None:
         assert host.pins == region.pins == 1
 
 
-async def test_tensors_that_cannot_be(drivers: Any) -> None:
+async def test_unusable_tensors(drivers: Any) -> None:
     async with Engine(drivers=drivers) as engine:
         with pytest.raises(BufferTypeError, match="not contiguous"):
             engine.register("weights", Tensor(torch.zeros(4, 6).T))

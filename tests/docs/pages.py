@@ -26,7 +26,7 @@ _BLOCKS = re.compile(
 
 
 class Block(NamedTuple):
-    """Some Python code of a page."""
+    """A Python block of a page."""
 
     page: Path
     #: The number of lines above it.
@@ -34,7 +34,7 @@ class Block(NamedTuple):
     code: str
     #: False for code that needs hardware: it is compiled, and no more.
     runs: bool
-    #: The name of the file that it is, for a program; it is written there, and run by a later block.
+    #: The file name of a program: the block is written there, and run by a later block.
     title: str | None
     #: The text block that follows it at once: what it prints.
     output: str | None

@@ -19,7 +19,7 @@ from .pages import PAGES, ROOT, blocks
 FOLDERS = "hixl_async|tests|docs|examples|benchmarks"
 
 
-def test_files_that_are_named_exist() -> None:
+def test_named_files_exist() -> None:
     missing = {
         (page.name, name)
         for page in PAGES
@@ -51,7 +51,7 @@ def test_options_of_the_command_are_documented(command: str, capsys: pytest.Capt
 
 @pytest.fixture
 def recipe() -> dict[str, Any]:
-    """What docs/concepts/memory-model.md defines."""
+    """The definitions of docs/concepts/memory-model.md."""
     [block] = [block for block in blocks(ROOT / "docs/concepts/memory-model.md") if "async def read_row" in block.code]
     namespace: dict[str, Any] = {"struct": struct}
     exec(block.code.partition("\n\nrow = ")[0], namespace)
@@ -77,7 +77,7 @@ class StepwiseEngine:
 
     def __init__(self, order: random.Random) -> None:
         self._order = order
-        #: Called between two bytes of a read: what another process does meanwhile.
+        #: Called between two bytes of a read: the work of another process meanwhile.
         self.meanwhile: Callable[[], None] = lambda: None
 
     async def write(self, data: bytes, where: Range, *, signal: tuple[Range, int] | None = None) -> None:

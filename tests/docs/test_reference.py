@@ -64,13 +64,10 @@ UNEXPLAINED = {
 IN_THE_THIRD_PERSON = {
     "hixl_async.Engine.driver_facts",
     "hixl_async.Engine.notify",
-    "hixl_async.Engine.on_close",
     "hixl_async.Engine.open",
     "hixl_async.Engine.room",
     "hixl_async.Engine.serve",
     "hixl_async.Engine.unserve",
-    "hixl_async.Subscription.aclose",
-    "hixl_async.Subscription.close",
 }
 
 

@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(*capabilities): skipped where the driver lacks one of them")
     config.addinivalue_line("markers", "only(driver): about one driver; skipped for others")
-    # A sanitizer starts a thread of its own together with the first other one; it is not a leak of the test that does.
+    # A sanitizer starts a thread of its own with the first other one, which is not a leak of the test that starts it.
     first = threading.Thread(target=lambda: None)
     first.start()
     first.join()
@@ -90,13 +90,13 @@ def _applicable(request: pytest.FixtureRequest, driver: vt.CDriver) -> None:
 
 @pytest.fixture
 def leakless() -> Iterator[None]:
-    """Nothing that the test opened is left, to the last descriptor, mapping and thread."""
+    """Assert that nothing of what the test opened is left, to the last descriptor, mapping and thread."""
     with vt.no_leaks():
         yield
 
 
 class Maker:
-    """Opens instances that are closed, and checked, when the test ends."""
+    """A maker of instances that are closed, and checked, when the test ends."""
 
     def __init__(self, driver: vt.CDriver, options: dict[str, str]) -> None:
         self.driver, self.options = driver, options
@@ -121,7 +121,7 @@ def open_instance(leakless: None, driver: vt.CDriver, driver_options: dict[str, 
 
 @pytest.fixture
 def pair(open_instance: Maker) -> tuple[vt.Link, vt.Link]:
-    """Two instances in this process and the two ends of one link."""
+    """Two instances in this process, and the two ends of one link."""
     return open_instance.pair()
 
 

@@ -94,7 +94,7 @@ def world_fixture(opened: Maker) -> World:
 
 
 def only(*names: str) -> pytest.MarkDecorator:
-    """Of one or two back-ends alone."""
+    """Restrict a test to these back-ends."""
     return pytest.mark.parametrize("backend", names, indirect=True)
 
 

@@ -1,8 +1,8 @@
 """A second process for the conformance suite: an instance of the driver that does what the test tells it.
 
 The test's side is ``Peer``; run as a script, this file is the other side.  Messages are pickles on a Unix socket (both
-ends are this suite), metadata bring their descriptors along.  While nobody asks for anything, the process polls its link
-as a loop would.
+ends are this suite), metadata bring their descriptors along.  While it has no request, the process polls its link as
+a loop would.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Peer:
         return self.answer()
 
     def join(self, instance: vt.Instance) -> vt.Link:
-        """A link from here to there, up at both ends."""
+        """Make a link from here to there, up at both ends."""
         link = instance.link(1 + len(instance.links))
         self.attach(link)
         link.connect(self.call("link"))
@@ -103,19 +103,19 @@ class Peer:
         return link
 
     def attach(self, link: vt.Link) -> None:
-        """What the drivers at both ends have to say to each other goes over our wire."""
+        """Carry what the drivers at both ends say to each other over this suite's connection."""
         link.other = self.wire
         self.links.append(link)
 
     def region(self, link: vt.Link, size: int, rights: int = 3, seed: int = 0) -> tuple[int, vt.Memory]:
-        """Memory of the peer: its number there, and the import here."""
+        """Return memory of the peer: its number there, and the import here."""
         number = self.call("alloc", size=size, rights=rights, seed=seed)
         memory = link.load(self.call("export", memory=number, rights=rights), size, rights)
         memory.op.ok(link)
         return number, memory
 
     def give(self, memory: vt.Memory, rights: int = 3) -> int:
-        """Memory of ours: its number there."""
+        """Give the peer memory of this side; return its number there."""
         return self.call("load", memory.export(rights), size=memory.size, rights=rights)
 
     def signal(self, number: int) -> None:
@@ -186,7 +186,7 @@ class Server:
         return self.remember(self.instance.register(buffer, rights))
 
     def forbid(self, memory: int, offset: int, length: int) -> None:
-        """The program unmaps a part of what it registered."""
+        """Unmap a part of what was registered, as a program may."""
         libc = vt.c.CDLL(None, use_errno=True)
         address = self.memories[memory].address + offset
         assert libc.mprotect(vt.c.c_void_p(address), vt.c.c_size_t(length), 0) == 0
@@ -234,7 +234,7 @@ class Server:
         return self.made.notes()
 
     def echo(self, n: int) -> None:
-        """Sends n notifications back, each as soon as it comes."""
+        """Send n notifications back, each as soon as it comes."""
         answered = 0
         while answered < n:
             self.instance.until(lambda: len(self.made.notes()) > answered, self.made)
@@ -250,7 +250,7 @@ class Server:
         self.made.stop().wait(self.made)
 
     def fork(self) -> int:
-        """A child that does what the core does in children, and lives on."""
+        """Fork a child that does what the core does in children, and lives on."""
         pid = os.fork()
         if pid == 0:
             self.instance.vt.after_fork(self.instance.handle)
@@ -271,7 +271,7 @@ class Server:
                     continue
                 fds.append(link.fd)
             carried = link is not None and not self.quiet and not self.wire.ended
-            # A message that found no room goes on its way with the next look.
+            # A message without room is sent with the next poll.
             patience = 0.01 if self.wire.waiting else None
             readable = select.select([*fds, *([self.wire.sock.fileno()] if carried else [])], [], [], patience)[0]
             if carried:

@@ -1,4 +1,4 @@
-"""What every driver must do, in one process: two instances, the two ends of a link.
+"""Requirements of every driver, in one process: two instances, the two ends of a link.
 
 T1..T6 are the threading rules at the top of hxa_driver.h; vtable.py checks T4 in every test.
 """
@@ -39,7 +39,7 @@ alloc = pytest.mark.needs("ALLOC")
 
 
 def fill_ring(link: vt.Link, size: int = 1000) -> list[vt.Op]:
-    """Numbered notifications until no more is taken."""
+    """Send numbered notifications until no more is taken."""
     ops: list[vt.Op] = []
     while (op := vt.unless_busy(link.note, b"n", b"%06d" % len(ops) + bytes(size))) is not None:
         ops.append(op)
@@ -180,7 +180,7 @@ def test_import_needs_a_link_that_is_up(open_instance) -> None:
 
 
 @alloc
-def test_memory_of_one_link_is_nothing_on_another(open_instance) -> None:
+def test_memory_of_one_link_is_unknown_on_another(open_instance) -> None:
     a, b = open_instance(), open_instance()
     first, _ = vt.join(a, b)
     second, _ = vt.join(a, b)
@@ -191,7 +191,7 @@ def test_memory_of_one_link_is_nothing_on_another(open_instance) -> None:
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
-def test_metadata_is_small_and_carries_what_it_says(open_instance) -> None:
+def test_metadata_is_small_and_has_the_descriptors_it_claims(open_instance) -> None:
     link = open_instance().link()
     assert 0 < link.metadata.len <= vt.METADATA_BYTES
     assert link.metadata.nfds <= vt.METADATA_FDS
@@ -442,7 +442,7 @@ def test_poll_budget(pair) -> None:
 
 @pytest.mark.needs("NOTIFY")
 def test_wakes_only_sleepers(pair) -> None:
-    """The receiver's descriptor is readable when there is something, and is not once all is taken."""
+    """The receiver's descriptor is readable when there is something to take, and not once all is taken."""
     left, right = pair
     if right.fd < 0:
         pytest.skip("the driver polls without a descriptor")
@@ -461,7 +461,7 @@ def test_full_ring_loses_and_reorders_nothing(pair, size: int) -> None:
     left, right = pair
     ops = fill_ring(left, size)
     n = len(ops)
-    # Newest first, for some drivers go on sending meanwhile.
+    # Newest first, because some drivers go on sending meanwhile.
     pending = [op for op in reversed(ops) if not op.released][::-1]
     assert pending
     assert pending == ops[-len(pending) :], "a later notification was finished before an earlier one"
@@ -477,7 +477,7 @@ def test_full_ring_loses_and_reorders_nothing(pair, size: int) -> None:
 
 
 @pytest.mark.needs("NOTIFY", "ALLOC")
-def test_refused_for_backpressure_moves_nothing(world: World) -> None:
+def test_work_refused_for_back_pressure_moves_nothing(world: World) -> None:
     left = world.left
     fill_ring(left)
     refused(vt.BUSY, world.write, 0, 0, 4096, note=(b"t", b""))
@@ -578,7 +578,7 @@ def test_order_of_data_and_signal(world: World, size: int) -> None:
 @pytest.mark.needs("SIGNAL", "NOTIFY", "ALLOC")
 @pytest.mark.parametrize("size", [64, 2 << 20])
 def test_order_of_data_signal_and_note(open_instance, size: int) -> None:
-    """T5 at delivery: when the notification is handed out, data and signal are there, and SIGNAL came first."""
+    """T5 at delivery: when the notification is delivered, data and signal are there, and SIGNAL came first."""
     left, right = open_instance.pair()
     world = World(left, right, size + 64)
     word, wrong = c.c_uint64.from_address(world.there.address), []
@@ -637,7 +637,7 @@ def test_cancel_queued(large: World) -> None:
 
 @pytest.mark.needs("CANCEL", "ALLOC", "SIGNAL", "NOTIFY")
 def test_cancel_at_every_stage(open_instance) -> None:
-    """At any moment cancel either stops signal and notification both, or comes too late for both."""
+    """At any moment cancel either stops both signal and notification, or comes too late for both."""
     left, right = open_instance.pair()
     world = World(left, right, 4 << 20)
     chance = random.Random(5)
@@ -702,7 +702,7 @@ def test_too_late_to_cancel_a_note_once_the_signal_is_out(world: World, size: in
 
 
 @pytest.mark.needs("CANCEL", "NOTIFY")
-def test_nothing_keeps_a_loop_busy_after_all_waiting_notes_are_cancelled(pair) -> None:
+def test_the_loop_is_idle_after_all_waiting_notes_are_cancelled(pair) -> None:
     left, right = pair
     ops = fill_ring(left)
     cancelled = [op for op in ops if not op.released and left.cancel(op)]
@@ -790,7 +790,7 @@ def test_stop_with_notes_that_wait(pair) -> None:
 
 
 @pytest.mark.needs("NOTIFY")
-def test_stop_is_told_to_the_peer_after_what_was_sent(pair) -> None:
+def test_stop_reaches_the_peer_after_all_earlier_work(pair) -> None:
     left, right = pair
     for i in range(10):
         left.note(b"n", b"%d" % i).ok(left)
@@ -870,7 +870,7 @@ def test_fence_waits_for_the_peer(pair) -> None:
     left, right = pair
     fence = right.fence()
     right.poll()
-    assert not fence.released, "nobody has asked the peer yet"
+    assert not fence.released, "the peer was not asked yet"
     fence.ok(left, right)
     right.fence().ok()
 
@@ -885,7 +885,7 @@ def test_fence_ends_when_the_peer_is_dead(pair) -> None:
     left.stop().wait(left)
 
 
-def test_fence_that_never_comes_ends_with_the_link(pair) -> None:
+def test_an_unanswered_fence_ends_with_the_link(pair) -> None:
     _, right = pair
     fence = right.fence()
     right.stop(dead=False).wait(right)

@@ -1,4 +1,4 @@
-"""What every driver must do between two processes, also when one of them is stopped or killed."""
+"""Requirements of every driver between two processes, also when one of them is stopped or killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def peer(leakless: None, driver_name: str, driver_options: dict[str, str]) -> It
 
 @pytest.fixture
 def slow_peer(leakless: None, driver: vt.CDriver, driver_name: str, driver_options: dict[str, str]) -> Iterator[Peer]:
-    """One copy thread: it takes its time, and several batches can have the same target."""
+    """A peer with one copy thread: it takes its time, and several batches can have the same target."""
     with Peer(
         driver_name, driver_options | ({"threads": 1, "chunk_bytes": 65536} if driver.name == b"shm" else {})
     ) as made:
@@ -148,7 +148,7 @@ def test_killed_peer_is_noticed_after_its_notes(peer: Peer, link: vt.Link) -> No
 
 
 @alloc
-def test_the_writer_is_killed_in_the_middle(slow_peer: Peer, open_instance) -> None:
+def test_the_writer_is_killed_during_a_write(slow_peer: Peer, open_instance) -> None:
     peer, link = slow_peer, slow_peer.join(open_instance())
     ours = link.instance.alloc(64 * MIB)
     there = peer.call("alloc", size=64 * MIB, rights=3, seed=2)
@@ -167,7 +167,7 @@ def test_the_writer_is_killed_in_the_middle(slow_peer: Peer, open_instance) -> N
 
 @alloc
 @pytest.mark.parametrize("verb", [READ, WRITE])
-def test_the_owner_is_killed_in_the_middle(peer: Peer, link: vt.Link, verb: int) -> None:
+def test_the_owner_is_killed_during_a_write(peer: Peer, link: vt.Link, verb: int) -> None:
     _, remote = peer.region(link, 64 * MIB, seed=2)
     here = link.instance.alloc(64 * MIB)
     ops = [link.submit(verb, [(here, i * 8 * MIB, remote, i * 8 * MIB, 8 * MIB)]) for i in range(8)]
@@ -209,7 +209,7 @@ def test_killed_before_connect(peer: Peer, instance: vt.Instance) -> None:
 
 
 @alloc
-def test_a_stopped_peer_stops_nobody(peer: Peer, link: vt.Link) -> None:
+def test_a_stopped_peer_stops_no_other(peer: Peer, link: vt.Link) -> None:
     number, remote = peer.region(link, 4 * MIB)
     here = link.instance.alloc(4 * MIB)
     vt.fill(here.view, 5)

@@ -1,4 +1,4 @@
-"""Random programs against a model of plain bytes: what a link does must be what slices of bytearrays do."""
+"""Random programs against a model of plain bytes: a link must do what slices of bytearrays do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Step:
 
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[tuple[int, int, int], ...]:
-    """Rows that do not overlap: within a batch there is no order."""
+    """Return rows that do not overlap, because within a batch there is no order."""
     out: list[tuple[int, int, int]] = []
     for _ in range(draw(st.integers(1, 8))):
         length = draw(st.one_of(st.integers(1, 200), st.integers(1, 70_000), st.just(500_000)))
@@ -77,7 +77,7 @@ def run(sides: list[Side], step: Step) -> None:
     if step.kind == "poll":
         side.link.poll(3)
         return
-    # A signal with a notification is waited for: another notification may overtake it, for two batches have no order (T5).
+    # A signal with a notification is awaited, because another notification may overtake it: two batches have no order (T5).
     if step.kind == "note" or (step.kind == "signal" and step.note is None):
         for _ in range(step.times):
             send(side, step, signal)
@@ -131,7 +131,7 @@ checks = list(HealthCheck)
 
 @programs
 @settings(max_examples=50, deadline=None, suppress_health_check=checks)
-def test_programs(
+def test_random_programs(
     driver: vt.CDriver, driver_options: dict[str, str], program: list[Step], threads: int, small: bool
 ) -> None:
     check(driver, driver_options, program, threads, small)
@@ -141,7 +141,7 @@ def test_programs(
 @pytest.mark.timeout(1200)
 @programs
 @settings(max_examples=2000, deadline=None, suppress_health_check=checks)
-def test_many_programs(
+def test_many_random_programs(
     driver: vt.CDriver, driver_options: dict[str, str], program: list[Step], threads: int, small: bool
 ) -> None:
     check(driver, driver_options, program, threads, small)

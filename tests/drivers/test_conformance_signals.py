@@ -1,4 +1,4 @@
-"""Signals that the program handles interrupt system calls: no call of a driver fails, or begins again and again, for that."""
+"""Signals that the program handles interrupt system calls: no call of a driver fails, or restarts forever, because of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Timer:
         self.fired += 1
 
     def during(self, step: Callable[[], object]) -> None:
-        """Repeats a step until so many signals have come meanwhile."""
+        """Repeat a step until so many signals have arrived meanwhile."""
         before = self.fired
         while self.fired - before < SIGNALS:
             step()
@@ -102,7 +102,7 @@ def test_notifications(link: tuple[Peer, vt.Link]) -> None:
 
 @pytest.mark.needs("ALLOC")
 def test_links_and_memory(driver: vt.CDriver, open_instance) -> None:
-    """Everything that is done once: links, regions, imports, and how they end."""
+    """All that is done once: links, regions, imports, and their ends."""
     instances = open_instance(), open_instance()
 
     def once() -> None:
@@ -122,7 +122,7 @@ def test_links_and_memory(driver: vt.CDriver, open_instance) -> None:
 
 @pytest.mark.needs("ALLOC")
 def test_memory_that_takes_longer_than_the_time_between_two_signals(open_instance) -> None:
-    """The kernel undoes an allocation that a signal interrupts, so that one which only tries again never ends."""
+    """The kernel undoes an allocation that a signal interrupts, so that one which is only retried would never end."""
     instance = open_instance()
     with ticking():
         memory = instance.alloc(256 * MIB)

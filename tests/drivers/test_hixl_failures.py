@@ -30,7 +30,7 @@ from vtable import WRITE
 @pytest.mark.parametrize(
     "fault", ["transfer@3", "submit@3", "query@3", "submit@3=507899", "query@5=103902", "submit@3=103902"]
 )
-def test_a_failure_costs_the_connection_which_is_made_again(world: World, sim: Sim, backend: str, fault: str) -> None:
+def test_a_failed_connection_is_made_again(world: World, sim: Sim, backend: str, fault: str) -> None:
     if fault == "submit@3" and backend == "fab":
         fault = "submit@3=507000"  # FAILED may mean that there are too many, and is taken for that
     sim.set(LATENCY_US=200, FAULTS=fault)
@@ -108,8 +108,8 @@ def test_memory_is_held_until_an_asynchronous_disconnect_is_over(opened: Maker, 
         assert world.there.view == world.here.view
 
 
-def test_a_dead_stream_answers_waiting_for_ever(world: World, sim: Sim) -> None:
-    """It cannot be cancelled: the op is abandoned, the connection is cut, all ops on it fail, and the link goes on."""
+def test_a_dead_stream_answers_waiting_forever(world: World, sim: Sim) -> None:
+    """It cannot be cancelled: the op is abandoned, the connection is closed, all ops on it fail, and the link goes on."""
     sim.set(FAULTS="hang@2", LATENCY_US=100)
     before = sim.count("submitted")
     ops = [world.write(i * 4096, i * 4096, 4096) for i in range(5)]
@@ -139,7 +139,7 @@ def test_abandoned_before_it_began(opened: Maker, sim: Sim) -> None:
 
 @pytest.mark.parametrize("end", ["cancel", "abandon", "stop"])
 @only("comm")
-def test_what_is_ended_right_after_its_submission_ends(opened: Maker, sim: Sim, end: str) -> None:
+def test_work_that_is_ended_right_after_its_submission_ends(opened: Maker, sim: Sim, end: str) -> None:
     """The strand of the endpoint always finds the op before the call that ends it."""
     a = opened()
     b = opened()
@@ -159,7 +159,7 @@ def test_what_is_ended_right_after_its_submission_ends(opened: Maker, sim: Sim, 
             world = World(*vt.join(a, b), size=4096)
 
 
-def test_a_link_that_cannot_be_made_again_is_down(world: World, sim: Sim) -> None:
+def test_a_link_that_cannot_be_reconnected_is_down(world: World, sim: Sim) -> None:
     sim.set(FAULTS="connect;submit@1", LATENCY_US=100)
     ops = [world.write(i * 8, i * 8, 8) for i in range(10)]
     assert set(settled(world, ops)) <= {vt.OK, vt.LINK}
@@ -200,7 +200,7 @@ def test_heartbeats_keep_links_and_silence_loses_none(opened: Maker, sim: Sim, b
 
 
 @only("comm", "fab")
-def test_a_link_that_a_heartbeat_took_down(opened: Maker, sim: Sim) -> None:
+def test_a_link_that_a_heartbeat_dropped(opened: Maker, sim: Sim) -> None:
     """With AutoConnect HIXL drops a dead peer by itself."""
     sim.set(HEARTBEAT_MS=10)
     world = opened.world(AutoConnect="1")
@@ -226,7 +226,7 @@ def test_no_listener(opened: Maker) -> None:
 
 @pytest.mark.parametrize("fault", ["connect@1=103903", "connect_late@1"])
 def test_already_connected_is_normal(opened: Maker, sim: Sim, fault: str) -> None:
-    """Once there is no such connection, once it is that of a Connect whose answer came too late."""
+    """It may mean that there is no such connection, or that a Connect was answered too late."""
     sim.set(FAULTS=fault)
     world = opened.world()
     world.write(0, 0, 4096).ok(world.left)
@@ -261,7 +261,7 @@ def test_a_link_that_blocks_does_not_stall_others(opened: Maker, sim: Sim, call:
 
 @only("comm", "cs")
 def test_abandoned_inside_a_call_that_does_not_return(opened: Maker, sim: Sim) -> None:
-    """It may use the memory for as long as it lasts, and no Disconnect gets past it: one would only hold up other links."""
+    """The call may use the memory until it returns, and no Disconnect gets past it: one would only delay other links."""
     a = opened()
     stuck, free = (warm(World(*vt.join(a, opened()))) for _ in range(2))
     sim.set(LATENCY_US=100_000)

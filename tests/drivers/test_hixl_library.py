@@ -58,13 +58,13 @@ def test_a_missing_library_names_every_place_and_the_remedy(tmp_path: Path) -> N
     assert "install CANN" in short, "the remedy comes before the list"
 
 
-def test_a_file_that_is_no_library(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_library(tmp_path: Path) -> None:
     (tmp_path / "libcann_hixl.so").write_bytes(b"nothing of the kind")
     with pytest.raises(vt.DriverError, match="Failed:.*libcann_hixl.so"):
         vt.Instance(vt.load("hixl"), {"library": str(tmp_path)})
 
 
-def test_a_library_without_what_is_needed(tmp_path: Path) -> None:
+def test_a_library_without_required_symbols(tmp_path: Path) -> None:
     if (compiler := shutil.which("g++")) is None:
         pytest.skip("no C++ compiler to make a library with")
     source = tmp_path / "empty.cpp"
@@ -123,7 +123,7 @@ def test_symbols_are_those_of_the_table() -> None:
 
 
 def test_transfer_sync_cannot_be_called() -> None:
-    """It would hold the lock of its link, on one back-end of all links; functions of HIXL are reached only by name."""
+    """It would hold the lock of its link, or, on one back-end, of all links; functions of HIXL are looked up by name only."""
     code = Path(importlib.import_module("hixl_async.drivers._hixl").__file__).read_bytes()
     assert b"13TransferAsyncERKN2ge" in code
     assert b"TransferSync" not in code

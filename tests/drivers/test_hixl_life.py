@@ -49,7 +49,7 @@ def test_a_link_to_itself_is_refused(opened: Maker) -> None:
     "address", ["127.0.0.1", "127.0.0.1:0", "localhost:80", "127.0.0.1:99999", "[::1:80", "a" * 64]
 )
 @only("cs")
-def test_a_metadata_with_no_address(opened: Maker, address: str) -> None:
+def test_metadata_without_an_address(opened: Maker, address: str) -> None:
     left, right = opened().link(), opened().link()
     size = right.metadata.len
     right.metadata.data[size - 64 : size] = address.encode().ljust(64, b"\0")[:64]
@@ -60,8 +60,8 @@ def test_a_metadata_with_no_address(opened: Maker, address: str) -> None:
 
 @pytest.mark.parametrize("what", ["shorter", "longer", "version", "magic", "no back-end", "unknown back-end"])
 @only("comm")
-def test_a_metadata_of_another_make(opened: Maker, what: str) -> None:
-    """A driver of another version, or no driver at all: no field of the metadata is trusted."""
+def test_link_metadata_of_another_driver(opened: Maker, what: str) -> None:
+    """From a driver of another version, or from no driver at all: no field of the metadata is trusted."""
     left, right = opened().link(), opened().link()
     metadata = right.metadata
     before = bytes(metadata.data[: metadata.len])
@@ -81,7 +81,7 @@ def test_a_metadata_of_another_make(opened: Maker, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["shorter", "longer", "magic", "version", "token", "number", "kind", "end"])
 @only("comm")
-def test_a_metadata_of_memory_of_another_make(world: World, what: str) -> None:
+def test_memory_metadata_of_another_driver(world: World, what: str) -> None:
     metadata = world.there.export(MAY_READ)
     fields = list(struct.unpack("=IIQQQQII", bytes(metadata.data[: metadata.len])))
     assert fields[3:5] == [world.there.address, world.size]
@@ -143,7 +143,7 @@ def test_finalize_waits_for_connections_that_end(opened: Maker, sim: Sim) -> Non
 
 
 def test_threads_have_a_context(opened: Maker, sim: Sim) -> None:
-    """Strict, the library ends the process on a call by a thread whose context is gone; and the driver grows threads."""
+    """In strict mode the library aborts on a call by a thread whose context is gone; and the driver starts new threads."""
     sim.set(STRICT=1)
     for _ in range(3):
         worlds = [opened.world(size=65536) for _ in range(2)]
@@ -158,7 +158,7 @@ def test_threads_have_a_context(opened: Maker, sim: Sim) -> None:
 
 
 def test_an_idle_engine_sleeps(opened: Maker) -> None:
-    """It asks for notifications ever more rarely, and does nothing else."""
+    """It asks for notifications ever less often, and does nothing else."""
     world = opened.world()
     for i in range(20):
         world.write(0, 0, 8, note=(b"n", b"%d" % i)).ok(world.left, world.right)

@@ -1,4 +1,4 @@
-"""Memory of the hixl driver: made, registered, shown to connections, released."""
+"""Memory of the hixl driver: allocated, registered, known to connections, released."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vtable import MAY_READ, MAY_WRITE, READ, WRITE
 
 
 def test_memory_that_comes_after_the_connection(world: World, sim: Sim) -> None:
-    """HIXL shows a connection what was registered before: it is made anew, and what is in flight ends first."""
+    """A HIXL connection knows only memory registered before, so it is made again after the work in flight has ended."""
     sim.set(LATENCY_US=5000)
     ops = [world.write(i * 4096, i * 4096, 4096) for i in range(10)]
     here, there = world.left.instance.alloc(8192), world.right.instance.alloc(8192)
@@ -191,7 +191,7 @@ BY_HOST_NIC = '{"comm_resource_config.protocol_desc":["roce:host"]}'
         ({"LocalCommRes": HOST_NIC, "device": "0"}, {"DEVICES": "0", "MALLOC_HOST": "107002"}, False),
     ],
 )
-def test_what_host_memory_is_made_of(
+def test_host_memory_is_page_locked(
     sim: Sim,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, str],

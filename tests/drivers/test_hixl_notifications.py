@@ -31,7 +31,7 @@ ODD = [b"", b"\0", b"\0" * 20, b"\xff\xfe\x80", "\u00fc\ud7ff".encode(), bytes(r
 
 @pytest.mark.parametrize("via", ["hixl", "control"])
 def test_any_bytes_survive_in_order(opened: Maker, sim: Sim, via: str) -> None:
-    """HIXL takes 1,024 bytes of UTF-8 without NUL, and one back-end ends the process for anything else."""
+    """HIXL takes 1,024 bytes of UTF-8 without NUL, and one back-end aborts the process for anything else."""
     world = opened.world(notify_via=via)
     before, carry, said = sim.count("notifies"), world.right.carry, []
     world.right.carry = lambda data: (said.append(data[0]), carry(data))
@@ -73,7 +73,7 @@ def test_a_queue_never_overflows(opened: Maker, sim: Sim) -> None:
         assert not any("control connection" in line for line in left.instance.logs)
 
 
-def test_senders_are_told_apart(opened: Maker) -> None:
+def test_senders_are_distinguished(opened: Maker) -> None:
     """HIXL does not say who sent a notification."""
     b = opened()
     pairs = [vt.join(opened(), b) for _ in range(4)] + [vt.join(opened(), b)]
@@ -141,8 +141,8 @@ def test_a_full_receiver_is_asked_again(world: World, sim: Sim) -> None:
     assert not logs(world, "control connection")
 
 
-def test_what_never_arrived_is_asked_for(world: World) -> None:
-    """One that is long goes by the control connection, and is lost there; the next comes by HIXL."""
+def test_lost_notifications_are_requested_again(world: World) -> None:
+    """A long one goes by the control connection, and is lost there; the next one comes by HIXL."""
     carry, dropped = world.left.carry, []
 
     def lossy(data: bytes) -> None:
@@ -188,7 +188,7 @@ def test_notifications_outlive_a_new_connection(world: World) -> None:
 
 
 @only("comm")
-def test_what_a_disconnect_lost_is_sent_again_unasked(opened: Maker, sim: Sim) -> None:
+def test_notifications_lost_by_a_disconnect_are_sent_again_unasked(opened: Maker, sim: Sim) -> None:
     """The peer would miss it in the end, and ask; but only after a second."""
     left, right = vt.join(opened(), opened(notes_poll_ms=1000))  # which fetches nothing before the connection is cut
     world = warm(World(left, right))

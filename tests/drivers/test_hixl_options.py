@@ -148,7 +148,7 @@ def test_the_back_end_is_the_one_that_hixl_makes(
 def test_the_library_decides_which_back_end_it_is(
     sim: Sim, monkeypatch: pytest.MonkeyPatch, asked: str, made: str
 ) -> None:
-    """Another version may choose otherwise, which its answer to the batch query shows."""
+    """Another version may choose another one, as its answer to the batch query shows."""
     monkeypatch.setenv("HIXLSIM_BACKEND", made)
     with vt.no_leaks():
         instance = vt.Instance(vt.load("hixl"), {"library": str(sim.root), "backend": asked})

@@ -68,7 +68,7 @@ def test_requests_of_many_links_recycle_each_others_handles(
 
 @only("cs")
 def test_no_request_is_forgotten_in_place_of_another(opened: Maker, sim: Sim) -> None:
-    """A query frees a request first and forgets its address later, and meanwhile no other request may get the same one."""
+    """A query frees a request before it forgets its address; until then no other request may get the same address."""
     sim.set(FORGET_US=100, LATENCY_US=10, JITTER_US=400, ORDER="random")
     a = opened()
     worlds = [World(*vt.join(a, opened()), size=65536) for _ in range(8)]
@@ -85,7 +85,7 @@ def test_no_request_is_forgotten_in_place_of_another(opened: Maker, sim: Sim) ->
 
 
 def shut_sockets(instance: vt.Instance) -> None:
-    """The connections of others in this process with the HIXL of `instance`, as if it had died."""
+    """Shut down the connections of others in this process with the HIXL of `instance`, as if it had died."""
     port = int(re.search(r"listens at: 127.0.0.1:(\d+)", instance.vt.about(instance.handle).decode())[1])
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -99,8 +99,8 @@ def shut_sockets(instance: vt.Instance) -> None:
 
 
 @only("cs")
-def test_requests_that_hixl_dropped_with_their_connection_are_not_taken_for_others(opened: Maker, sim: Sim) -> None:
-    """With AutoConnect it cuts a connection by itself, and then their addresses are those of other links' requests."""
+def test_dropped_requests_are_not_taken_for_others(opened: Maker, sim: Sim) -> None:
+    """With AutoConnect it drops a connection by itself, and then other links' requests may have their addresses."""
     sim.set(HEARTBEAT_MS=10)
     a = opened(AutoConnect=1)
     lost, well = (warm(World(*vt.join(a, opened(AutoConnect=1)))) for _ in range(2))
@@ -121,7 +121,7 @@ def test_requests_that_hixl_dropped_with_their_connection_are_not_taken_for_othe
 
 
 @only("cs")
-def test_nothing_is_asked_about_after_hixl_dropped_it_for_a_failure(opened: Maker, sim: Sim) -> None:
+def test_failed_requests_are_not_queried_again(opened: Maker, sim: Sim) -> None:
     """The fixture `sim` counts questions about requests that are gone."""
     world = opened.world(AutoConnect=1)
     sim.set(LATENCY_US=200_000)
@@ -145,7 +145,7 @@ def test_batch_queries_where_they_exist(world: World, sim: Sim, backend: str) ->
     assert logs(world, f"back-end {backend}")
 
 
-def test_a_request_holds_what_hixl_can_take(opened: Maker, sim: Sim) -> None:
+def test_a_request_stays_within_limits_of_hixl(opened: Maker, sim: Sim) -> None:
     world = opened.world(request_descriptors=100)
     before = sim.count("submitted")
     rows = [(world.here, i * 8, world.remote, i * 8, 8) for i in range(1000)]
@@ -216,7 +216,7 @@ def test_a_library_that_stays_busy(opened: Maker, sim: Sim) -> None:
 
 
 @pytest.mark.parametrize("automatic", ["0", "1"])
-def test_a_bad_address_hurts_no_other_transfer(opened: Maker, sim: Sim, automatic: str) -> None:
+def test_a_bad_address_fails_no_other_transfer(opened: Maker, sim: Sim, automatic: str) -> None:
     """With AutoConnect a refused address ends the connection and all that is in flight on it."""
     world = opened.world(AutoConnect=automatic)
     sim.set(LATENCY_US=3000)

@@ -1,4 +1,4 @@
-"""How drivers are found."""
+"""The lookup of drivers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hixl_async import DriverLoadError, Engine, InvalidArgumentError, drivers
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
-    """What is installed, in a process that has not looked yet."""
+    """Return what is installed, in a process that has not looked yet."""
     found: list[EntryPoint] = []
     monkeypatch.setattr(drivers, "_known", {})
     monkeypatch.setattr(drivers, "entry_points", lambda group: list(found))
     return found
 
 
-async def test_they_are_looked_for_once(installed: list[EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drivers_are_looked_up_once(installed: list[EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening an engine must not read a file of each distribution every time."""
     drivers.load("shm")
     monkeypatch.delattr(drivers, "entry_points")
@@ -30,7 +30,7 @@ async def test_they_are_looked_for_once(installed: list[EntryPoint], monkeypatch
         pass
 
 
-def test_one_that_is_installed_later_is_found(installed: list[EntryPoint]) -> None:
+def test_a_driver_that_is_installed_later_is_found(installed: list[EntryPoint]) -> None:
     with pytest.raises(DriverLoadError, match="there is no driver 'fabric'; installed: faulty, hixl, shm"):
         drivers.load("fabric")
     installed.append(EntryPoint("fabric", "hixl_async.drivers._shm:DRIVER", drivers.GROUP))
@@ -38,7 +38,7 @@ def test_one_that_is_installed_later_is_found(installed: list[EntryPoint]) -> No
     assert drivers.names() == ["fabric", "faulty", "hixl", "shm"]
 
 
-def test_an_installed_one_goes_before_one_of_ours(installed: list[EntryPoint]) -> None:
+def test_an_installed_driver_precedes_one_of_the_package(installed: list[EntryPoint]) -> None:
     installed.append(EntryPoint("shm", "no_such_module_at_all:DRIVER", drivers.GROUP))
     with pytest.raises(DriverLoadError, match=r"driver 'shm' \(no_such_module_at_all:DRIVER\) could not be imported"):
         drivers.load("shm")
@@ -62,7 +62,7 @@ def test_an_installed_one_goes_before_one_of_ours(installed: list[EntryPoint]) -
         ("", "", "could not be imported"),
     ],
 )
-async def test_one_that_is_broken(
+async def test_a_broken_driver_costs_its_own_row(
     installed: list[EntryPoint],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -70,7 +70,7 @@ async def test_one_that_is_broken(
     text: str,
     reason: str,
 ) -> None:
-    """It costs a row, not the whole list, and whoever asks for it gets the one error for it."""
+    """It costs a row, not the whole list, and a caller that asks for it gets the one error for it."""
     tmp_path.joinpath("zz_driver.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     installed.append(EntryPoint("zz", value, drivers.GROUP))
@@ -86,7 +86,7 @@ async def test_one_that_is_broken(
 async def test_a_distribution_that_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
-    """Somebody else's package is no reason why ours cannot be used."""
+    """A broken package of others does not make this one unusable."""
     folder = tmp_path / "broken-1.0.dist-info"
     folder.mkdir()
     folder.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
@@ -102,7 +102,7 @@ async def test_a_distribution_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("wrapper", [[], ["faulty"], {}, 7, b"faulty", False, ""])
-async def test_a_wrapper_that_is_no_name(wrapper: Any) -> None:
+async def test_a_wrapper_that_is_not_a_name(wrapper: Any) -> None:
     with pytest.raises((InvalidArgumentError, DriverLoadError), match="driver") as caught:
         await Engine(drivers={"shm": {"wrapper": wrapper}}).open()
     if not isinstance(wrapper, str):

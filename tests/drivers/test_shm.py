@@ -1,4 +1,4 @@
-"""What is special about the shm driver: how it is made, not what it must do (that is test_conformance.py)."""
+"""The implementation of the shm driver; what every driver must do is in test_conformance.py."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_smallest_ring_wraps_many_times(open_instance, size: int, n: int) -> Non
 
 @pytest.mark.parametrize("shift", [0, 1, 15, 16, 63, 64])
 def test_streaming_copies(open_instance, shift: int) -> None:
-    """Past the caches: every alignment, sizes around a line and around the least that is streamed."""
+    """Copies past the caches: every alignment, and sizes around a cache line and around the smallest streamed size."""
     world = World(*open_instance.pair(stream_bytes=0), size=300_000)
     model = bytearray(world.size)
     for at, size in enumerate([1, 1023, 1024, 1025, 1024 + 63, 1024 + 64, 4096, 70_001, 200_000]):
@@ -130,7 +130,7 @@ def test_descriptors_are_closed_on_exec(open_instance) -> None:
     fresh.free()
 
 
-def test_more_than_the_machine_has(open_instance) -> None:
+def test_more_memory_than_the_machine_has(open_instance) -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with open("/proc/meminfo") as about:
         swap = next(int(line.split()[1]) * 1024 for line in about if line.startswith("SwapTotal"))
@@ -340,7 +340,7 @@ def test_a_signal_that_cannot_be_stored(other: tuple[Peer, vt.Link], size: int) 
 
 
 def test_a_number_that_is_not_the_peers_own(open_instance) -> None:
-    """The kernel's number leads to another process than the one that made the link: its memory is not what is offered."""
+    """The kernel's number leads to another process than the one that made the link, so its memory is not offered."""
     a, b = open_instance(), open_instance()
     left, right = a.link(1), b.link(2)
     right.metadata.data[16] ^= 1
@@ -352,7 +352,7 @@ def test_a_number_that_is_not_the_peers_own(open_instance) -> None:
 
 @pytest.mark.parametrize("pid", [0, 1, 0x7FFFFFFF, 0xFFFFFFFF])
 def test_a_pid_that_is_not_the_peers(open_instance, pid: int) -> None:
-    """The core writes the kernel's number, or 0; a process that is not the one that made the link is found out."""
+    """The core writes the kernel's number, or 0; a process other than the one that made the link is detected."""
     a, b = open_instance(), open_instance()
     left, right = a.link(1), b.link(2)
     right.metadata.data[:4] = pid.to_bytes(4, "little")
@@ -442,7 +442,7 @@ def test_a_limit_that_is_lifted(open_instance) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "stop"])
-def test_what_a_limit_holds_back_can_be_ended(open_instance, how: str) -> None:
+def test_work_that_a_limit_holds_back_can_be_ended(open_instance, how: str) -> None:
     left, right = open_instance.pair()
     world = World(left, right, 8 * MIB)
     vt.check("link_pace", left.vt.link_pace(left.handle, 1000))

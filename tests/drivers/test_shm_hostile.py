@@ -1,4 +1,4 @@
-"""A peer that knows the shm driver's secrets and means harm: no call stalls, nothing outside its grants is touched.
+"""A hostile peer that knows the shm driver's formats: no call stalls, and nothing outside its grants is touched.
 
 ``Hostile`` is not a driver: it speaks the formats of ``drivers/shm/*.h`` by hand, and scribbles wherever a peer can.
 """
@@ -135,7 +135,7 @@ def hostile(request: pytest.FixtureRequest, open_instance) -> Iterator[Hostile]:
 
 @contextlib.contextmanager
 def prompt(what: str = "a call", cpu: float = 0.5, waits: int = 0) -> Iterator[None]:
-    """The block neither waits for anything nor computes for long.
+    """Assert that the block neither waits for anything nor computes for long.
 
     A machine that is busy with something else takes the processor away and proves nothing, so what counts is whether
     the thread gave it up by itself, and how much of it it used.
@@ -293,7 +293,7 @@ def test_connect_to_strange_descriptors(open_instance, nowait: int) -> None:
 
 
 def page_that_never_comes() -> tuple[int, int]:
-    """A descriptor, and the address of a page whose fault waits for ever, because this process is asked and does not answer."""
+    """A descriptor, and the address of a page whose fault waits forever, because this process does not answer it."""
     libc = c.CDLL(None, use_errno=True)
     fd = libc.syscall(USERFAULTFD, os.O_CLOEXEC)
     if fd < 0:
@@ -310,7 +310,7 @@ def page_that_never_comes() -> tuple[int, int]:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("version", [1, VERSION], ids=["the format that had an address", "today's, and more"])
 def test_connecting_reads_no_memory_of_the_peer(open_instance, version: int) -> None:
-    """A process may serve its own page faults, and so keep whoever reads its memory waiting: in a child that is killed then."""
+    """A process may serve its own page faults, and so stall a reader of its memory: tested in a child, which is killed."""
     (faults, at), instance = page_that_never_comes(), open_instance()
     fd, (read_end, write_end) = segment(PAGE + 65536), os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     half = Half(fd)
@@ -392,7 +392,7 @@ def test_nonsense_after_good_records(hostile: Hostile) -> None:
 
 @pytest.mark.parametrize("tail", [16, 1 << 40, (1 << 64) - 16, 1 << 63])
 def test_nonsense_tail(hostile: Hostile, tail: int) -> None:
-    """The victim sends; what the peer claims to have read makes no sense.  It is looked at once the ring seems full."""
+    """The victim sends; the peer's claim of what it has read makes no sense.  It is checked once the ring seems full."""
     link = hostile.link
     first = link.note(b"t", bytes(10_000)).ok()
     assert first.answer == vt.DONE
@@ -435,7 +435,7 @@ def scribble(target: Hostile, seed: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_scribbler_stalls_and_crashes_nothing(open_instance) -> None:
+def test_random_writes_stall_and_crash_nothing(open_instance) -> None:
     """Another process changes the words and the ring at random while the victim sends and polls."""
     instance, rounds, slowest = open_instance(ring_bytes=65536), 0, 0.0
     for seed in range(10):
@@ -462,7 +462,7 @@ def test_a_scribbler_stalls_and_crashes_nothing(open_instance) -> None:
         target.link.free()
         target.close()
     assert rounds > 10
-    # A pipe has a mutex, and who holds it may lose the processor: on a busy machine that takes a time slice or two.
+    # A pipe has a mutex, whose holder may lose the processor: on a busy machine that takes a time slice or two.
     assert slowest < 1
 
 
@@ -492,7 +492,7 @@ def test_doorbell_made_blocking(hostile: Hostile) -> None:
 
 
 def test_doorbell_that_cannot_be_read_any_more(open_instance) -> None:
-    """A splice takes RWF_NOWAIT away from the description that both share: the link breaks, instead of waking us for ever."""
+    """A splice takes RWF_NOWAIT from the shared description: the link breaks, instead of waking the victim forever."""
     made = Hostile(open_instance(nowait=1, ring_bytes=65536))
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
@@ -535,7 +535,7 @@ def test_stolen_wakes(hostile: Hostile) -> None:
     assert hostile.link.notes() == [(b"topic", b"abc")]
 
 
-def test_closed_doorbell_is_told_once(hostile: Hostile) -> None:
+def test_a_closed_doorbell_is_reported_once(hostile: Hostile) -> None:
     os.close(hostile.bell)
     hostile.bell = os.dup(0)
     for _ in range(3):
@@ -597,7 +597,7 @@ def test_holes_punched_into_the_half(hostile: Hostile) -> None:
 # ---- regions ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_grant_can_not_be_resized(open_instance) -> None:
+def test_a_grant_cannot_be_resized(open_instance) -> None:
     memory = open_instance().alloc(2 * PAGE)
     for rights in (MAY_READ, MAY_WRITE):
         metadata = memory.export(rights)
@@ -624,7 +624,7 @@ def test_holes_punched_into_a_region_while_it_is_used(open_instance) -> None:
 
 
 def test_guard_around_a_region(open_instance) -> None:
-    """What the driver lets a batch reach ends with the region, to the byte, though mappings end with the page."""
+    """A batch reaches no byte behind the region, although mappings end with the page."""
     left, right = open_instance.pair()
     there, here = right.instance.alloc(100), left.instance.alloc(200)
     remote = left.imported(there)

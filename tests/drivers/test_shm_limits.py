@@ -1,4 +1,4 @@
-"""What the shm driver takes for the memory that is left: the machine's, and that of memory cgroups of both versions.
+"""The memory that the shm driver considers available: the machine's, and that of memory cgroups of both versions.
 
 The C file is compiled by itself and reads a folder of the test in place of ``/``.
 """
@@ -55,7 +55,7 @@ def write(root: Path, name: str, text: str) -> None:
 
 
 def mounted(root: Path, version: int, own: str, top: str = "/") -> str:
-    """A hierarchy as a process in cgroup `own` sees it, of which the part below `top` is mounted; returns where."""
+    """Mount a hierarchy as a process in cgroup `own` sees it, below `top`; return the folder."""
     where = "/sys/fs/cgroup" if version == 2 else "/sys/fs/cgroup/memory"
     kind = "cgroup2 cgroup2 rw" if version == 2 else "cgroup cgroup rw,memory"
     other = "31 23 0:28 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n" if version == 1 else ""
@@ -128,7 +128,7 @@ def test_what_the_kernel_gives_up_and_swap_count(memory_room: Callable[[Path], R
 
 @both
 @pytest.mark.parametrize("unlimited", ["max", "9223372036854771712"])
-def test_no_limit(memory_room: Callable[[Path], Room], root: Path, version: int, unlimited: str) -> None:
+def test_without_a_limit(memory_room: Callable[[Path], Room], root: Path, version: int, unlimited: str) -> None:
     where = mounted(root, version, "/")
     limit(root, where, version, 1, used=4096)
     write(root, f"{where}/{'memory.max' if version == 2 else 'memory.limit_in_bytes'}", unlimited)
@@ -142,7 +142,7 @@ def said(instance: vt.Instance, error: vt.DriverError) -> str:
     return instance.vt.error_text(error.status, error.native).decode()
 
 
-def test_too_much_memory_and_too_many_files_are_told_apart(open_instance) -> None:
+def test_too_much_memory_and_too_many_files_are_distinguished(open_instance) -> None:
     instance = open_instance()
     with pytest.raises(vt.DriverError) as caught:
         instance.alloc(1 << 40)
@@ -205,7 +205,7 @@ def real_cgroup() -> Iterator[Path]:
     pytest.skip("makes a memory cgroup, which is not permitted here")
 
 
-def test_what_never_fits_is_refused_and_not_killed(real_cgroup: Path) -> None:
+def test_memory_that_never_fits_is_refused_and_kills_nothing(real_cgroup: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ALLOCATE, os.path.dirname(__file__), str(real_cgroup / "cgroup.procs")],
         capture_output=True,

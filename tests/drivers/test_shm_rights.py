@@ -1,4 +1,4 @@
-"""What the kernel enforces between two users that are not root: a reader can't write, whatever it tries.
+"""Rights that the kernel enforces between two users that are not root: a reader cannot write, whatever it tries.
 
 Each side is a forked child with a user of its own; the tests need root to make them.
 """
@@ -136,8 +136,8 @@ def reader(sock: socket.socket) -> dict[str, str]:
     return done
 
 
-@pytest.mark.parametrize("allowed", [MAY_READ, MAY_READ | MAY_WRITE], ids=["nobody may write", "others may write"])
-def test_a_reader_can_not_write(driver: vt.CDriver, allowed: int) -> None:
+@pytest.mark.parametrize("allowed", [MAY_READ, MAY_READ | MAY_WRITE], ids=["none may write", "others may write"])
+def test_a_reader_cannot_write(driver: vt.CDriver, allowed: int) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         one = User(OWNER, owner, driver, allowed, MAY_READ, ours)
@@ -185,7 +185,7 @@ def use(driver: vt.CDriver, what: str, sock: socket.socket) -> str:
 
 @pytest.mark.parametrize("other", [READER, 0], ids=["another user", "root"])
 def test_two_users_work_together(driver: vt.CDriver, other: int) -> None:
-    """Reading, writing by right, notifications both ways; registered memory is refused, and the text says why.
+    """Reading, permitted writing, notifications both ways; registered memory is refused, and the error says why.
 
     Root could reach it, but would wait at page faults that the other user serves.
     """

@@ -1,4 +1,4 @@
-"""The table itself, and the mirror of the header that this suite works with."""
+"""The driver's table, and this suite's mirror of the header."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ FUNCTIONS: dict[str, Any] = {
     "mem_return": (None, HANDLE, HANDLE),
     "waits": (c.c_int, HANDLE, OP),
 }
-#: What the table has grown by: not every driver needs it.
+#: Functions added to the table later: not every driver has them.
 OPTIONAL = (
     "start", "shutdown", "mem_ready", "mem_retire", "message", "abandon", "link_pace", "about", "mem_borrow", "mem_return",
     "waits",
@@ -202,21 +202,21 @@ def check(what: str, answer: int, native: int = 0) -> int:
 
 
 def take(metadata: CMetadata) -> CMetadata:
-    """What is handed to the driver, which owns the descriptors from then on."""
+    """Take metadata that is handed to the driver, which owns the descriptors from then on."""
     given = CMetadata.from_buffer_copy(metadata)
     metadata.nfds = 0
     return given
 
 
 def drop(metadata: CMetadata) -> None:
-    """Closes the descriptors of metadata that nobody took."""
+    """Close the descriptors of metadata that was not taken."""
     for i in range(metadata.nfds):
         os.close(metadata.fds[i])
     metadata.nfds = 0
 
 
 def load(name: str) -> CDriver:
-    """The table of a driver, by entry point, by module ``hixl_async.drivers._NAME``, or from the file of a module.
+    """Return the table of a driver, by entry point, by module ``hixl_async.drivers._NAME``, or from a module's file.
 
     What follows a colon is about options; see ``conftest.py``.
     """
@@ -246,7 +246,7 @@ class Event:
 
 
 class Wire:
-    """What carries the messages of one link to the driver in another process; any thread may send, nothing blocks."""
+    """The carrier of one link's messages to the driver in another process; any thread may send, nothing blocks."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -324,7 +324,7 @@ class Op:
         return self.raw.bytes
 
     def wait(self, *links: Link, timeout: float = DEADLINE) -> int:
-        """The status, once the op is released; polls the links meanwhile."""
+        """Return the status once the op is released; poll the links meanwhile."""
         self.instance.until(lambda: self.released, *links, timeout=timeout, what="an op was not released")
         return self.status
 
@@ -381,14 +381,14 @@ class Link:
         instance.links[cookie] = self
 
     def carry(self, data: bytes) -> None:
-        """A message of the driver here to the one at the other end; called by its threads."""
+        """Carry a message of the driver here to the one at the other end; called by its threads."""
         if isinstance(self.other, Wire):
             self.other.send(data)
         elif self.other is not None:
             self.other.inbox.append(data)
 
     def take(self) -> None:
-        """Gives the driver what the other end said, as the loop of this side would."""
+        """Give the driver what the other end said, as the loop of this side would."""
         if isinstance(self.other, Wire):
             self.inbox.extend(self.other.receive())
         while self.inbox and not self.freed:
@@ -579,7 +579,7 @@ class Instance:
         return out
 
     def start(self) -> None:
-        """Before the first link or memory, where the driver has something to start."""
+        """Start the driver, before the first link or memory, if it has something to start."""
         if self.started or not self.vt.start:
             return
         self.started = True
@@ -587,7 +587,7 @@ class Instance:
         op.accepted("start", self.vt.start(self.handle, op.pointer)).ok()
 
     def ready(self, memory: Memory) -> Memory:
-        """Once peers may be told of it."""
+        """Return memory once peers may be told of it."""
         if self.vt.mem_ready:
             op = Op(self)
             op.accepted("mem_ready", self.vt.mem_ready(memory.handle, op.pointer)).ok()
@@ -614,7 +614,7 @@ class Instance:
         return Link(self, cookie)
 
     def until(self, true: Callable[[], Any], *links: Link, timeout: float = DEADLINE, what: str = "timed out") -> None:
-        """Waits, polling the links as a loop would: when their descriptor is readable or a poll left work behind."""
+        """Wait, polling the links as a loop would: when their descriptor is readable or a poll left work behind."""
         end = time.monotonic() + timeout
         while not true():
             if time.monotonic() > end:
@@ -633,7 +633,7 @@ class Instance:
                         self.changed.wait(0.001)
 
     def close(self) -> None:
-        """Ends whatever is left, closes, and fails if the driver broke a rule or kept something."""
+        """End whatever is left, close, and fail if the driver broke a rule or kept something."""
         if self.closed:
             return
         self.closed = True
@@ -665,7 +665,7 @@ class Instance:
 
 
 def unless_busy(call: Callable[..., Op], *arguments: Any, **more: Any) -> Op | None:
-    """What the call answers, or None if it was refused for lack of room."""
+    """Return what the call returns, or None if it was refused for lack of room."""
     try:
         return call(*arguments, **more)
     except DriverError as error:
@@ -675,7 +675,7 @@ def unless_busy(call: Callable[..., Op], *arguments: Any, **more: Any) -> Op | N
 
 
 def join(a: Instance, b: Instance) -> tuple[Link, Link]:
-    """Two links of one process, connected with each other."""
+    """Connect two links of one process with each other."""
     left, right = a.link(1 + len(a.links)), b.link(101 + len(b.links))
     left.other, right.other = right, left
     left.connect(right.metadata)
@@ -688,7 +688,7 @@ def has(vt: CDriver, *caps: str) -> bool:
 
 
 def relies_on_control(vt: CDriver) -> bool:
-    """Whether the driver leaves it to the control connection to notice that a peer is gone."""
+    """True if the driver relies on the control connection to notice that a peer is gone."""
     return bool(vt.message)
 
 
@@ -720,7 +720,7 @@ def threads() -> list[str]:
 
 
 def holdings() -> dict[str, Counter[str]]:
-    """What a process holds; descriptors by number and target."""
+    """Return what a process holds; descriptors by number and target."""
     return {
         "descriptors": Counter(f"{fd} -> {target}" for fd, target in descriptors().items()),
         "mappings": Counter(mappings()),
@@ -730,7 +730,7 @@ def holdings() -> dict[str, Counter[str]]:
 
 @contextlib.contextmanager
 def no_leaks() -> Iterator[None]:
-    """Nothing is held after that was not held before."""
+    """Assert that nothing is held afterwards that was not held before."""
     before = holdings()
     yield
     end = time.monotonic() + 2  # a joined thread is seen in /proc a little longer

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from hixl_async import Engine, testing
+from hixl_async import Engine
 from hixl_async.testing import EnginePair, engine_pair
 
 if importlib.util.find_spec("uvloop") is not None:
@@ -36,20 +35,9 @@ async def engine() -> AsyncIterator[Engine]:
         yield engine
 
 
-async def until(condition: Callable[[], object], *, timeout: float = 30) -> None:
-    """Waits until `condition()` is true, on a machine that may be busy with other things."""
-    await testing.until(condition, timeout=timeout)
-
-
-async def settle(rounds: int = 10) -> None:
-    """Lets everything run that is due."""
-    for _ in range(rounds):
-        await asyncio.sleep(0)
-
-
 @contextlib.contextmanager
 def deaf() -> Iterator[str]:
-    """The address of somebody who listens and never says a word."""
+    """The address of a listener that never answers."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()

@@ -13,7 +13,7 @@ from hixl_async.engine.arguments import positive_seconds, whole_number
 
 
 @pytest.mark.parametrize("value", [1, 0.25, 1e300, Fraction(1, 3), numpy.float32(2), numpy.int64(3)])
-def test_a_time(value: Any) -> None:
+def test_valid_times(value: Any) -> None:
     seconds = positive_seconds("stall", value)
     assert type(seconds) is float
     assert seconds == float(value)
@@ -27,7 +27,7 @@ def test_a_time(value: Any) -> None:
     ],
     ids=lambda value: f"{type(value).__name__}-{str(value)[:8] if not isinstance(value, int) else value.bit_length()}",
 )  # fmt: skip
-def test_no_time(value: Any) -> None:
+def test_invalid_times(value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="^stall must be"):
         positive_seconds("stall", value)
 

@@ -1,16 +1,18 @@
 """Each wrong call gets one typed error that names what is wrong; nothing is sent, nothing changes, and the engine goes on.
 
-What concerns regions, connections, notifications and requests alone stands beside their other tests.
+Checks of regions, connections, notifications and requests alone stand beside their other tests.
 """
 
 from __future__ import annotations
 
 import array
+import copy
 import ctypes
 import mmap
 import os
+import pickle
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy
@@ -33,9 +35,7 @@ from hixl_async import (
     StaleRegionError,
     UsageError,
 )
-from hixl_async.testing import EnginePair, engine_pair
-
-from .conftest import until
+from hixl_async.testing import EnginePair, engine_pair, until
 
 HUGE = (1 << 64) - 1
 
@@ -87,7 +87,7 @@ async def test_ranges_outside(world: World, start: Any, stop: Any, step: Any) ->
 
 
 @pytest.mark.parametrize("key", [0, -1, "a", None, (0, 1), ...])
-async def test_indexes_that_are_no_slices(world: World, key: Any) -> None:
+async def test_indexes_that_are_not_slices(world: World, key: Any) -> None:
     for memory in (world.local, world.remote, world.remote[0:10]):
         with pytest.raises(InvalidArgumentError, match="slice of bytes"):
             memory[key]
@@ -113,10 +113,45 @@ async def test_lengths_that_differ_or_are_zero(world: World, local: int, remote:
         memoryview(bytearray(20))[::2], 7, "text", None, [1] * 10, object(), (b"1234567890",),
     ],
 )  # fmt: skip
-async def test_buffers_that_are_none(world: World, buffer: Any) -> None:
+async def test_objects_that_are_not_buffers(world: World, buffer: Any) -> None:
     for call in (world.left.read, world.left.write):
         with pytest.raises(BufferTypeError, match="contiguous"):
             call(buffer, world.remote[0:10])
+
+
+async def test_registering_what_has_no_memory(world: World) -> None:
+    for buffer in ([1, 2], 7, None, "text"):
+        with pytest.raises(BufferTypeError, match=r"^buffer must be a contiguous buffer \(.*, not "):
+            world.left.register("none", buffer)
+
+
+async def test_assigning_to_ranges(world: World) -> None:
+    for target, way in (
+        (world.local, r"memoryview\(region\)\[0:4\] = .*region\.numpy\(\)"),
+        (world.local[0:8], r"memoryview\(region\)\[0:4\] = "),
+        (world.remote, r"await engine\.write\(.*, remote\[0:4\]\)"),
+        (world.remote[0:8], r"await engine\.write\("),
+    ):
+        changeable: Any = target
+        with pytest.raises(TypeError, match=way):
+            changeable[0:4] = b"abcd"
+        with pytest.raises(TypeError, match="does not support item deletion"):
+            del changeable[0:4]
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+async def test_what_can_be_neither_pickled_nor_copied(world: World, act: Callable[[Any], Any]) -> None:
+    transfer = world.left.write(b"L" * 100, world.remote)
+    notifications = world.left.notifications("topic")
+    for thing in (
+        *(world.left, world.pair.peer, world.left.group(), world.left.coalesce(), notifications),
+        *(world.local, world.remote, world.local[0:1], world.remote[0:1]),
+        *(transfer, Batch("write", world.local, world.remote)),
+    ):
+        with pytest.raises(TypeError, match=rf"^{type(thing).__name__} objects can be neither .* process: \w+"):
+            act(thing)
+    memoryview(world.region)[:] = b"R" * 100
+    world.before = world.left.stats()
 
 
 def frozen() -> Any:
@@ -183,7 +218,7 @@ async def test_plain_data_of_any_kind(buffer: Any) -> None:
 # -- whose memory
 
 
-async def test_sides_that_are_no_regions(world: World) -> None:
+async def test_sides_that_are_not_regions(world: World) -> None:
     for wrong in (world.local, world.local[0:10], b"1234567890", None, 7, "kv"):
         with pytest.raises(InvalidArgumentError, match="remote must be"):
             world.left.write(b"1234567890", wrong)
@@ -298,7 +333,7 @@ def closed() -> mmap.mmap:
         [released()], [numpy.ones(6, "M8[s]")],
     ],
 )  # fmt: skip
-async def test_tables_that_are_none(world: World, table: Any) -> None:
+async def test_malformed_tables(world: World, table: Any) -> None:
     for make in (Batch, Batch.strided):
         with pytest.raises(InvalidArgumentError, match="rows must"):
             make("write", world.local, world.remote, table)
@@ -307,7 +342,7 @@ async def test_tables_that_are_none(world: World, table: Any) -> None:
 
 
 @pytest.mark.parametrize("parts", [[], [()], [(1,)], [1], 7, None, "text", [(None, None)], [("a", "b", "c", "d")]])
-async def test_parts_that_are_none(world: World, parts: Any) -> None:
+async def test_malformed_parts(world: World, parts: Any) -> None:
     with pytest.raises(InvalidArgumentError):
         Batch("write", parts)
 
@@ -325,7 +360,7 @@ async def test_more_descriptors_than_the_driver_takes(world: World) -> None:
         Batch("write", world.local, world.remote, rows)
 
 
-async def test_what_is_no_batch(world: World) -> None:
+async def test_objects_that_are_not_batches(world: World) -> None:
     for wrong in (None, 7, [(world.local, world.remote)]):
         with pytest.raises((InvalidArgumentError, TypeError)):
             world.left.submit(wrong)  # type: ignore[arg-type]
@@ -462,7 +497,7 @@ def test_drivers_in_any_iterable() -> None:
 
 
 @pytest.mark.parametrize("drivers", [5, None, ["shm"], "shm"])
-def test_drivers_of_a_config_that_are_no_mapping(drivers: Any) -> None:
+def test_drivers_of_a_config_that_are_not_a_mapping(drivers: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="drivers"):
         EngineConfig(address=None, name="engine", drivers=drivers)
 
@@ -483,7 +518,7 @@ async def test_driver_options(options: dict[str, Any], text: str) -> None:
         await Engine(drivers={"shm": options}).open()
 
 
-async def test_whatever_is_passed_by_mistake_the_message_stays_readable(world: World) -> None:
+async def test_messages_stay_readable_whatever_is_passed(world: World) -> None:
     for mistake in ("x" * 10**5, list(range(10**5)), "ä" * 10**5):
         with pytest.raises(InvalidArgumentError, match="timeout must be a positive number") as caught:
             world.left.write(world.local, world.remote, timeout=mistake)  # type: ignore[arg-type]

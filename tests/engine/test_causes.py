@@ -1,4 +1,4 @@
-"""What the error of lost work says: the cause that was known when it failed, and whether the peer is known to be dead."""
+"""The error of lost work states the cause known at the failure, and whether the peer is known to be dead."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from hixl_async import Engine, HixlError, Peer, PeerDownError, PeerLostError, PeerState, RemoteRegion, Transfer
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process
-
-from .conftest import until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process, until
 
 SIZE = 4 << 20
 
@@ -111,7 +109,7 @@ async def test_a_death(drivers: Any, heard: bool) -> None:
             assert refused.value.confirmed_dead
 
 
-async def test_work_that_is_refused_while_the_loss_is_told(pair: EnginePair) -> None:
+async def test_work_that_is_refused_while_the_loss_is_reported(pair: EnginePair) -> None:
     """The peer is down then: its regions were not closed by their owner."""
     _, remote = await pair.region("kv", SIZE)
     refused: list[Exception] = []

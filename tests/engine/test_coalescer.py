@@ -32,7 +32,7 @@ async def scene() -> AsyncIterator[Scene]:
         plan.release()
 
 
-async def test_those_of_one_pass_are_one_batch(scene: Scene) -> None:
+async def test_copies_of_one_pass_are_one_batch(scene: Scene) -> None:
     few = scene.pair.left.coalesce()
     for turn in range(3):
         landed = [few.write(scene.here[i * 8 : i * 8 + 8], scene.remote[i * 16 : i * 16 + 8]) for i in range(100)]
@@ -76,7 +76,7 @@ async def test_flush(scene: Scene) -> None:
     assert scene.sent == 1
 
 
-async def test_mistakes_are_told_at_once(scene: Scene) -> None:
+async def test_mistakes_are_raised_at_once(scene: Scene) -> None:
     few = scene.pair.left.coalesce()
     with pytest.raises(RangeError):
         few.write(scene.here[0:8], scene.remote[0:9])
@@ -160,8 +160,8 @@ async def test_a_peer_that_is_lost(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "timeout"])
-async def test_nobody_leaves_before_the_memory_is_free(scene: Scene, how: str) -> None:
-    """Whoever is interrupted at the exit cancels what flies, and still waits until nothing touches the memory."""
+async def test_the_block_ends_when_the_memory_is_free(scene: Scene, how: str) -> None:
+    """A block that is interrupted at its exit cancels its transfers, and still waits until none touches the memory."""
     scene.plan.late()
     engine, landed = scene.pair.left, []
 
@@ -183,7 +183,7 @@ async def test_nobody_leaves_before_the_memory_is_free(scene: Scene, how: str) -
     assert landed[0].cancelled()
 
 
-async def test_a_coalescer_that_stays_open_keeps_nothing_of_what_is_over(scene: Scene) -> None:
+async def test_an_open_coalescer_keeps_nothing_of_finished_batches(scene: Scene) -> None:
     scene.plan.pending()
     async with scene.pair.left.coalesce() as few:
         for _ in range(50):

@@ -1,4 +1,4 @@
-"""How two engines come together, and every way in which they may not."""
+"""How two engines connect, and every way in which connecting may fail."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from passes import settle
 from puppet import GONE, Puppet, puppet, stage
 
 from hixl_async import (
@@ -25,10 +26,10 @@ from hixl_async import (
     StaleRegionError,
 )
 from hixl_async.control import codec
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 from tests.hixlsim.build import build
 
-from .conftest import deaf, settle, until
+from .conftest import deaf
 
 SECRET = "a secret that both of us know"
 
@@ -67,7 +68,7 @@ async def test_both_connect_to_each_other_at_once(round: int) -> None:
         assert bytes(memoryview(region_a)) + bytes(memoryview(region_b)) == b"to ato b"
 
 
-async def test_no_sockets_pile_up(engine: Engine) -> None:
+async def test_sockets_do_not_accumulate(engine: Engine) -> None:
     async with Engine() as dialler:
         for _ in range(20):
             peer = await dialler.connect(engine.address)
@@ -117,7 +118,7 @@ async def test_a_host_that_does_not_exist(engine: Engine) -> None:
         await engine.connect("no-such-host.invalid:1")
 
 
-async def test_nobody_listens(engine: Engine) -> None:
+async def test_no_listener(engine: Engine) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
@@ -126,7 +127,7 @@ async def test_nobody_listens(engine: Engine) -> None:
     assert caught.value.retryable
 
 
-async def test_somebody_listens_and_says_nothing(engine: Engine) -> None:
+async def test_a_listener_that_says_nothing(engine: Engine) -> None:
     with deaf() as address, pytest.raises(ConnectError, match=rf"{address}.*within 0\.1 s"):
         await engine.connect(address, timeout=0.1)
 
@@ -159,7 +160,7 @@ async def test_the_next_caller_dials_when_the_first_gives_up(engine: Engine) -> 
         await actor.aclose()
 
 
-# -- who does not belong together
+# -- engines that do not belong together
 
 
 @pytest.fixture
@@ -203,7 +204,7 @@ async def test_no_driver_in_common(engine: Engine) -> None:
 
 @contextlib.asynccontextmanager
 async def server(answer: bytes) -> AsyncIterator[str]:
-    """Something else that listens: it answers to whatever comes, and closes."""
+    """Something else that listens: it sends a fixed answer to every client, and closes."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -249,7 +250,7 @@ Step = Callable[[Puppet], Awaitable[None]]
 
 
 async def _nothing(actor: Puppet) -> None:
-    """It has answered the handshake, and that was all."""
+    """It has answered the handshake, and no more."""
 
 
 async def _listening(actor: Puppet) -> None:
@@ -275,7 +276,7 @@ STEPS: dict[str, Step] = {
 
 
 async def _nowhere(engine: Engine) -> None:
-    """Nothing of an attempt is left."""
+    """Assert that nothing of an attempt is left."""
     await until(lambda: engine.stats().peers == 0)
     await until(lambda: engine.driver_stats()["shm"]["links"] == 0)
 
@@ -349,7 +350,7 @@ async def test_a_dialler_that_stops_half_way_is_given_up(step: str) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-async def test_close_while_somebody_is_half_way_in(step: str) -> None:
+async def test_close_during_an_incoming_handshake(step: str) -> None:
     async with Engine("127.0.0.1:0") as engine:
         actor = await Puppet.dial(engine.address)
         await STEPS[step](actor)
@@ -370,7 +371,7 @@ async def test_close_while_connecting(step: str) -> None:
         assert engine.stats().peers == 0
 
 
-# -- who has come
+# -- accepted peers
 
 
 async def test_accepted_peers(engine: Engine) -> None:
@@ -385,9 +386,9 @@ async def test_accepted_peers(engine: Engine) -> None:
         assert {peer.name for peer in engine.peers} == {"one", "two"}
 
 
-async def _take(feed: Any, count: int) -> AsyncIterator[Any]:
+async def _take(items: Any, count: int) -> AsyncIterator[Any]:
     for _ in range(count):
-        yield await anext(feed)
+        yield await anext(items)
 
 
 async def test_an_acceptor_that_is_dropped_is_forgotten(engine: Engine) -> None:
@@ -419,7 +420,7 @@ async def test_two_tasks_may_not_share_an_acceptor(engine: Engine) -> None:
     assert [peer async for peer in accepted] == []
 
 
-async def test_a_peer_tells_who_it_is(pair: EnginePair) -> None:
+async def test_a_peer_states_its_identity(pair: EnginePair) -> None:
     assert pair.peer.name == "right"
     assert pair.peer.address == pair.right.address
     assert pair.peer.identity.incarnation == pair.right.incarnation != pair.left.incarnation
@@ -481,8 +482,8 @@ async def test_a_peer_that_was_closed_here() -> None:
         await pair.left.write(b"1234", await again.region("kv"))
 
 
-async def test_connect_is_not_fooled_by_a_peer_that_is_on_its_way_out(engine: Engine) -> None:
-    """Between the break of its link and the goodbye that explains it a peer is no answer to `connect`."""
+async def test_connect_does_not_return_a_leaving_peer(engine: Engine) -> None:
+    """Between the break of its link and the goodbye that explains it, `connect` does not return the peer."""
     async with stage() as theatre:
         connecting = asyncio.ensure_future(engine.connect(theatre.address))
         actor = await theatre.puppets.get()
@@ -499,8 +500,8 @@ async def test_connect_is_not_fooled_by_a_peer_that_is_on_its_way_out(engine: En
         assert await connecting is not peer
 
 
-async def test_connect_is_not_fooled_by_a_claimed_address(engine: Engine) -> None:
-    """Whoever dialled us can say what it likes about where it listens."""
+async def test_connect_does_not_trust_a_claimed_address(engine: Engine) -> None:
+    """A dialler can claim any address as its own."""
     async with Engine("127.0.0.1:0", name="true") as true, puppet(engine.address, name="false", address=true.address):
         await until(lambda: engine.peers)
         assert engine.peers[0].address == true.address
@@ -526,7 +527,7 @@ async def test_a_limited_peer(drivers: Any) -> None:
         assert pair.left.write(b"x", remote[:1]).done()
 
 
-async def test_what_waits_its_turn_is_not_stalled() -> None:
+async def test_work_that_a_limit_delays_is_not_stalled() -> None:
     """A limit lets each of many wait much longer than a stall takes; the link moves all the time."""
     async with engine_pair(stall=0.1) as pair:
         _, remote = await pair.region("kv", 1 << 16)
@@ -554,7 +555,7 @@ async def test_a_limit_is_reached_by_small_work_too(pair: EnginePair) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, -1, 0.5, float("nan"), float("inf"), "fast", 1 << 63])
-async def test_a_limit_that_makes_no_sense(pair: EnginePair, limit: Any) -> None:
+async def test_a_malformed_limit(pair: EnginePair, limit: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="bytes_per_second"):
         pair.peer.limit_bandwidth(limit)
 

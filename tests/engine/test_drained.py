@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Awaitable
 
 import numpy
 import pytest
+from passes import settle
 
 from hixl_async import Batch, BufferTypeError, Region, RemoteRegion, TransferTimeoutError
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
-
-from .conftest import settle
 
 
 @pytest.fixture
@@ -56,8 +55,8 @@ async def test_by_transfer(held: EnginePair, plan: FaultPlan) -> None:
     await transfer.drained()
 
 
-async def test_a_timeout_fires_long_before(held: EnginePair, plan: FaultPlan) -> None:
-    """B6: the wait ends, the pin does not."""
+async def test_a_timeout_fires_before_the_memory_is_drained(held: EnginePair, plan: FaultPlan) -> None:
+    """The wait ends, the pin does not."""
     local, remote = await both(held)
     transfer = held.left.write(local, remote, timeout=0.05)
     with pytest.raises(TransferTimeoutError, match=r"did not finish within its timeout of 0\.05 s.*drained"):
@@ -111,8 +110,8 @@ async def test_by_buffer_and_by_region_are_the_same_memory(held: EnginePair, pla
     await asyncio.gather(*waiting, by_region, by_view)
 
 
-async def test_handles_that_were_lost(held: EnginePair, plan: FaultPlan) -> None:
-    """B4: the flight owns itself."""
+async def test_lost_handles(held: EnginePair, plan: FaultPlan) -> None:
+    """A transfer in flight needs no handle."""
     array = numpy.full(64, 7, "uint8")
     region, remote = await held.region("kv", 64)
     held.left.write(array, remote)
@@ -147,7 +146,7 @@ async def test_cancelling_the_wait_changes_nothing(held: EnginePair, plan: Fault
     assert await transfer == 4096
 
 
-async def test_what_has_no_memory(held: EnginePair) -> None:
+async def test_objects_without_memory_are_refused(held: EnginePair) -> None:
     for wrong in (7, "text", numpy.zeros((4, 4))[:, 1]):
         with pytest.raises(BufferTypeError):
             held.left.drained(wrong)

@@ -1,4 +1,4 @@
-"""What drivers say to each other, carried over the control connection."""
+"""Messages between drivers, carried over the control connection."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from tables import table
 
 from hixl_async import Engine, PeerDownError, PeerState
 from hixl_async.core.link import MESSAGE_LIMIT
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
-
-from .conftest import until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
 #: The topic under which a driver under a plan shows what it was told.
 SAID = "faulty.said"
@@ -63,7 +61,7 @@ async def test_a_driver_that_says_too_much_loses_its_link() -> None:
         assert f"'shm' wants to send {MESSAGE_LIMIT + 1} bytes at once" in str(pair.peer.error)
 
 
-async def test_a_message_that_the_driver_makes_nothing_of() -> None:
+async def test_a_message_that_the_driver_does_not_understand() -> None:
     here = FaultPlan(1)
     async with talking(here, FaultPlan(2)) as pair:
         here.say(b"")
@@ -79,13 +77,13 @@ async def test_a_driver_that_takes_no_messages() -> None:
         assert "driver 'shm' takes no messages" in str(pair.back.error)
 
 
-async def test_each_driver_hears_its_own() -> None:
+async def test_each_driver_gets_its_own_messages() -> None:
     plans = [FaultPlan(number) for number in range(3)]
     second = [{"driver": table("shm"), "control": plan._block} for plan in plans]
     drivers: Any = {**faulty("shm", plans[0]), "faulty": second[1]}
     async with engine_pair(drivers, other={"shm": {}, "faulty": second[2]}) as pair:
         right = pair.right.notifications(SAID)
-        plans[1].say(b"from the second")  # of the first one's link nobody would take it
+        plans[1].say(b"from the second")  # the first driver's link would not take it
         assert (await anext(right)).payload == b"from the second"
 
 
@@ -121,7 +119,7 @@ async def test_a_message_into_a_connection_that_broke() -> None:
         await until(lambda: pair.peer.state is PeerState.DOWN)
 
 
-# -- peers that mean no good
+# -- hostile peers
 
 
 def words(data: bytes) -> str:
@@ -182,7 +180,7 @@ async def test_a_region_that_is_fetched_twice_while_it_becomes_ready() -> None:
             assert region.pins == 1
 
 
-async def test_who_gives_up_a_region_before_it_is_ready_is_given_nothing() -> None:
+async def test_a_peer_that_gives_up_a_region_before_it_is_ready_gets_nothing() -> None:
     plan = FaultPlan(1).hold(verb="ready")
     async with Engine("127.0.0.1:0", drivers=faulty("shm", plan)) as engine:
         region = engine.allocate("kv", 64, access="read")

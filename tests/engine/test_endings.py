@@ -1,4 +1,4 @@
-"""The end of a connection: who hears what, in which order, and that nothing said before it is lost."""
+"""The end of a connection: what each side hears, in which order, and that nothing said before is lost."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import contextlib
 from typing import Any
 
 import pytest
+from passes import settle
 from puppet import ARMED, GONE, HEAD, puppet
 
 from hixl_async import (
     ClosedError,
     Engine,
     HixlError,
+    InvalidArgumentError,
     PeerDownError,
     PeerLostError,
     PeerState,
     RequestLostError,
 )
 from hixl_async.engine.session import Mark
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
-
-from .conftest import settle, until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
 # -- both at once
 
 
 @pytest.mark.parametrize("ticks", range(8))
 async def test_both_sides_close_at_once(ticks: int) -> None:
-    """Whoever is faster: no loss is reported as anything but a leave, nothing waits for its timeout."""
+    """Whichever side is faster: a leave is never reported as a loss, and nothing waits for its timeout."""
     async with engine_pair(close_timeout=30) as pair:
         lost: list[Any] = []
         pair.peer.add_lost_callback(lost.append)
@@ -94,7 +94,7 @@ async def test_notes_sent_right_before_leaving_arrive(end: str) -> None:
         assert [(await notes.get()).payload for _ in range(2000)] == [i.to_bytes(2, "big") for i in range(2000)]
 
 
-async def test_notes_to_one_who_is_leaving_arrive(pair: EnginePair) -> None:
+async def test_notes_to_a_leaving_peer_arrive(pair: EnginePair) -> None:
     """The other direction: what lies in our ring when we leave is still delivered here."""
     notes = pair.left.notifications()
     await asyncio.gather(*(pair.right.notify(pair.back, "t", bytes([i])) for i in range(50)))
@@ -102,7 +102,7 @@ async def test_notes_to_one_who_is_leaving_arrive(pair: EnginePair) -> None:
     assert len(notes) == 50
 
 
-async def test_the_loss_is_told_after_the_notes() -> None:
+async def test_the_loss_is_reported_after_the_notes() -> None:
     async with engine_pair() as pair:
         order: list[str] = []
         pair.back.add_lost_callback(lambda error: order.append("lost"))
@@ -161,7 +161,7 @@ async def test_a_link_that_breaks_on_one_side_only() -> None:
                 assert type(caught.value) is kind
         with pytest.raises(PeerLostError, match="broken by the fault plan"):
             await transfer
-        # What may still be written stays pinned.
+        # Memory that may still be written stays pinned.
         assert region.pins == 1
         assert not pair.back.confirmed_dead
         assert not transfer.drained().done()
@@ -214,7 +214,7 @@ async def test_a_goodbye_that_is_never_answered(engine: Engine) -> None:
         fencing.cancel()
 
 
-async def test_a_connection_that_breaks_is_no_goodbye(engine: Engine) -> None:
+async def test_a_broken_connection_is_not_a_goodbye(engine: Engine) -> None:
     """While we wait for its goodbye: the end of a socket proves nothing, the memory stays pinned."""
     region = engine.allocate("kv", 4096, access="write")
     async with puppet(engine.address) as actor:
@@ -247,7 +247,7 @@ async def test_a_broken_link_leaves_no_memory_behind() -> None:
         await pair.left.write(bytes(64), await again.region("kv"))
 
 
-async def test_nobody_waits_for_one_who_cannot_answer(engine: Engine) -> None:
+async def test_nothing_waits_for_a_peer_that_cannot_answer(engine: Engine) -> None:
     region = engine.allocate("kv", 4096, access="write")
     async with puppet(engine.address) as actor:
         await actor.get("kv")
@@ -259,7 +259,7 @@ async def test_nobody_waits_for_one_who_cannot_answer(engine: Engine) -> None:
         assert region.pins == 1
 
 
-async def test_what_is_said_after_the_end_still_counts(engine: Engine) -> None:
+async def test_messages_after_the_end_still_count(engine: Engine) -> None:
     """The link broke and the grace is over: a late "gone", and a late goodbye, are heard."""
     first, second = (engine.allocate(name, 4096, access="write") for name in ("first", "second"))
     async with puppet(engine.address) as actor:
@@ -281,8 +281,8 @@ async def test_what_is_said_after_the_end_still_counts(engine: Engine) -> None:
         await until(lambda: engine.stats().peers == 0)
 
 
-async def test_one_who_comes_back_before_its_past_is_over() -> None:
-    """A flight of the earlier connection is still on its way, so its owner hears no word that all of that is over."""
+async def test_a_peer_comes_back_before_its_earlier_transfers_end() -> None:
+    """A transfer of the earlier connection is still in flight, so its owner is not told that all of that is over."""
     plan = FaultPlan(seed=1).late(nth=1, verb="write")
     async with engine_pair(drivers=faulty("shm", plan), close_timeout=1) as pair:
         region, remote = await pair.region("kv", 64)
@@ -316,7 +316,7 @@ async def test_work_in_flight_when_the_peer_leaves() -> None:
         await transfer.drained()
 
 
-async def test_callbacks_that_fail_spoil_nothing(pair: EnginePair, loop_errors: list[dict[str, Any]]) -> None:
+async def test_failing_callbacks_disturb_nothing(pair: EnginePair, loop_errors: list[dict[str, Any]]) -> None:
     heard: list[str] = []
     pair.back.add_lost_callback(lambda error: 1 / 0)
     pair.back.add_lost_callback(lambda error: heard.append("lost"))
@@ -329,11 +329,14 @@ async def test_callbacks_that_fail_spoil_nothing(pair: EnginePair, loop_errors: 
     await until(lambda: heard == ["signal", "lost"])
     assert len(loop_errors) == 2
     loop_errors.clear()
+    for add in (pair.back.add_lost_callback, pair.back.add_signal_callback):
+        with pytest.raises(InvalidArgumentError, match="callback must be a function, not None"):
+            add(None)  # type: ignore[arg-type]
     pair.back.remove_lost_callback(print)
     pair.back.remove_signal_callback(print)
 
 
-async def test_calls_into_a_connection_that_is_lost_but_not_yet_told(engine: Engine) -> None:
+async def test_calls_before_the_loss_of_a_connection_is_reported(engine: Engine) -> None:
     """Between the break of the socket and the moment the loop tells: errors of the right kind, and no other's business."""
     async with puppet(engine.address) as actor:
         await until(lambda: engine.peers)
@@ -349,7 +352,7 @@ async def test_calls_into_a_connection_that_is_lost_but_not_yet_told(engine: Eng
         del actor
 
 
-# -- a peer that says what it should not
+# -- a peer that breaks the protocol
 
 
 SAYINGS: dict[str, dict[str, Any]] = {
@@ -374,7 +377,7 @@ SAYINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("saying", SAYINGS)
-async def test_nonsense_ends_the_connection_and_nothing_else(engine: Engine, saying: str) -> None:
+async def test_nonsense_ends_its_connection_only(engine: Engine, saying: str) -> None:
     async with Engine(name="friend") as friend, puppet(engine.address) as actor:
         await friend.connect(engine.address)
         await until(lambda: len(engine.peers) == 2)
@@ -387,7 +390,7 @@ async def test_nonsense_ends_the_connection_and_nothing_else(engine: Engine, say
 @pytest.mark.parametrize(
     "kind", ["goodbye", "region.gone", "answer", "call", "region.get", "region.up", "post", "unknown"]
 )
-async def test_out_of_turn_before_it_is_up(engine: Engine, kind: str) -> None:
+async def test_messages_out_of_turn_before_it_is_up(engine: Engine, kind: str) -> None:
     from puppet import Puppet
 
     actor = await Puppet.dial(engine.address)
@@ -399,8 +402,8 @@ async def test_out_of_turn_before_it_is_up(engine: Engine, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["region.gone", "answer", "call", "post", "goodbye", "region.up"])
-async def test_descriptors_where_none_belong(engine: Engine, kind: str) -> None:
-    """They are closed, all of them (the balance sheet sees to it), and that was that."""
+async def test_unexpected_descriptors_are_closed(engine: Engine, kind: str) -> None:
+    """All of them are closed, as the balance sheet shows, and nothing else happens."""
     import os
 
     async with puppet(engine.address) as actor:
@@ -423,7 +426,7 @@ def _target(fd: str) -> str:
         return ""
 
 
-async def test_a_link_after_nonsense_in_one_breath(engine: Engine) -> None:
+async def test_a_link_right_after_nonsense(engine: Engine) -> None:
     """The connection is lost by the first message; the second one must not wake a link that is gone."""
     from puppet import Puppet, ShmEnd, text
 
@@ -464,7 +467,7 @@ async def test_a_link_metadata_over_the_limit(engine: Engine) -> None:
         await actor.aclose()
 
 
-async def test_more_regions_than_anybody_needs(engine: Engine) -> None:
+async def test_too_many_regions(engine: Engine) -> None:
     from hixl_async.engine.regions import MAX_OFFERS
 
     async with puppet(engine.address) as actor:
@@ -482,7 +485,7 @@ async def test_more_regions_than_anybody_needs(engine: Engine) -> None:
 
 
 async def test_close_with_a_peer_that_went_silent(engine: Engine) -> None:
-    """The engine's own close: bounded, although somebody never answers."""
+    """The engine's own close is bounded, although a peer never answers."""
     async with puppet(engine.address):
         await until(lambda: engine.peers)
         async with asyncio.timeout(20):

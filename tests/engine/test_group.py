@@ -1,4 +1,4 @@
-"""`engine.group()`: what begins together ends together."""
+"""`engine.group()`: transfers that begin together end together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import gc
 from collections.abc import AsyncIterator
 
 import pytest
+from passes import settle
 
 from hixl_async import Batch, ClosedError, RangeError, TransferError
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
-
-from .conftest import settle, until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ async def test_the_first_failure_cancels_the_rest_and_interrupts_the_body(slow: 
     gc.collect()
 
 
-async def test_all_failures_are_told(slow: EnginePair, plan: FaultPlan) -> None:
+async def test_all_failures_are_raised(slow: EnginePair, plan: FaultPlan) -> None:
     plan.fail(count=3)
     _, remote = await slow.region("kv", 10)
     with pytest.raises(ExceptionGroup) as caught:
@@ -103,7 +102,7 @@ async def test_a_refused_call_is_an_error_of_the_body(slow: EnginePair, plan: Fa
     assert held.cancelled()
 
 
-async def test_nobody_leaves_before_all_are_drained(slow: EnginePair, plan: FaultPlan) -> None:
+async def test_the_block_ends_when_all_are_drained(slow: EnginePair, plan: FaultPlan) -> None:
     """Cancelled in the body, and again while it waits: bytes that are still to land land first."""
     plan.late()
     region, remote = await slow.region("kv", 10)
@@ -171,7 +170,26 @@ async def test_groups_in_groups(slow: EnginePair, plan: FaultPlan) -> None:
     assert first.result() == 10
 
 
-async def test_a_group_that_is_over(slow: EnginePair) -> None:
+async def test_a_group_that_is_not_entered(slow: EnginePair) -> None:
+    """Transfers that no exit waits for do not start."""
+    _, remote = await slow.region("kv", 10)
+    batch = Batch("write", slow.left.allocate("local", 10), remote)
+    group = slow.left.group()
+    for call in (
+        lambda: group.write(b"x" * 10, remote),
+        lambda: group.read(bytearray(10), remote),
+        lambda: group.submit(batch),
+    ):
+        with pytest.raises(ClosedError, match="not entered; use 'async with engine"):
+            call()
+    assert slow.left.stats().transfers == 0
+    async with group:
+        group.submit(batch)
+    with pytest.raises(ClosedError, match="entered once"):
+        await group.__aenter__()
+
+
+async def test_a_finished_group_is_refused(slow: EnginePair) -> None:
     _, remote = await slow.region("kv", 10)
     async with slow.left.group() as group:
         pass

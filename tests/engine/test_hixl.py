@@ -31,11 +31,9 @@ from hixl_async import (
 )
 from hixl_async.control import binary_text
 from hixl_async.engine import links as engine_links
-from hixl_async.testing import EnginePair, engine_pair, peer_process
+from hixl_async.testing import EnginePair, engine_pair, peer_process, until
 from tests.hixlsim.build import build
 from tests.signals import interrupted
-
-from .conftest import until
 
 LAYOUT = kv.Layout(layers=4, kv_heads=2, head_dim=16, dtype="bfloat16", block_tokens=4)
 
@@ -273,9 +271,7 @@ async def test_a_timeout_passes_while_hixl_stays_in_a_call(
 
 
 @pytest.mark.parametrize("drivers", ["comm"], indirect=True)
-async def test_a_hixl_that_accepts_and_never_answers_holds_up_no_other(
-    drivers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_listener_that_never_answers_delays_no_other(drivers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drivers = {"hixl": {**drivers["hixl"], "connect_timeout_ms": 50}}
     async with Engine("127.0.0.1:0", drivers=drivers) as there, Engine(drivers=drivers) as here:
         with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -366,7 +362,7 @@ async def test_a_peer_that_leaves_and_comes_back(drivers: Any) -> None:
 
 
 async def test_peers_of_different_back_ends(root: Path) -> None:
-    """Another driver takes over where there is one; else the error names both back-ends."""
+    """Another driver takes over if there is one; otherwise the error names both back-ends."""
 
     def using(backend: str, *more: str) -> dict[str, Any]:
         return {"hixl": {"library": str(root), "backend": backend}, **{name: {} for name in more}}
@@ -388,7 +384,7 @@ async def test_peers_of_different_back_ends(root: Path) -> None:
 # -- options and the library
 
 
-async def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+async def test_a_missing_library(tmp_path: Path) -> None:
     with pytest.raises(DriverLoadError, match=r"libcann_hixl\.so cannot be loaded; install CANN") as caught:
         await Engine(drivers={"hixl": {"library": str(tmp_path)}}).open()
     assert str(tmp_path / "lib64") in str(caught.value)
@@ -444,7 +440,7 @@ async def test_an_option_of_a_later_hixl(
         ({"EnableUseFabricMem": 0, "RdmaTrafficClass": numpy.int64(128), "device": 1}, "comm, by "),
     ],
 )  # fmt: skip
-async def test_options_may_be_mappings_numbers_and_truths(root: Path, options: dict[str, Any], backend: str) -> None:
+async def test_options_may_be_mappings_numbers_and_booleans(root: Path, options: dict[str, Any], backend: str) -> None:
     async with Engine(drivers={"hixl": {"library": root, **options}}) as engine:
         assert engine.driver_facts()["hixl"]["back-end"].startswith(backend)
 

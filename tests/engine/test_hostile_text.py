@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from puppet import Puppet, puppet, stage
 
-from hixl_async import Engine, HixlError, PeerState
-
-from .conftest import until
+from hixl_async import Engine, HandshakeError, HixlError, PeerState
+from hixl_async.core.link import EVENT_LINK_DOWN, EVENT_LOG
+from hixl_async.testing import EnginePair, until
 
 FORGED = "bad\nWARNING forged\x1b[2J\r\u202e"
 
@@ -52,6 +52,23 @@ async def test_the_reason_of_a_link_that_was_not_made(engine: Engine) -> None:
         assert harmless(str(caught.value))
 
 
+async def test_the_reason_of_a_driver_whose_link_broke(pair: EnginePair) -> None:
+    (driver,) = pair.left._drivers.values()
+    pair.left._on_event(driver, EVENT_LINK_DOWN, pair.peer._cookie, 0, b"", FORGED.encode())
+    await until(lambda: pair.peer.state is PeerState.DOWN)
+    assert harmless(str(pair.peer.error))
+
+
+@pytest.mark.parametrize("status", [0, 5])
+async def test_a_line_of_a_driver_for_the_log(engine: Engine, caplog: pytest.LogCaptureFixture, status: int) -> None:
+    (driver,) = engine._drivers.values()
+    with caplog.at_level(logging.INFO, "hixl_async"):
+        engine._on_event(driver, EVENT_LOG, 0, status, b"", FORGED.encode() + b"\xff")
+    (record,) = caplog.records
+    assert harmless(record.getMessage())
+    assert record.levelno == (logging.WARNING if status else logging.INFO)
+
+
 #: Messages with a name in them, and what it names.
 NAMES: list[tuple[str, dict[str, Any]]] = [
     ("region.up", {"id": 1, "name": FORGED, "size": 1, "access": 3}),
@@ -85,6 +102,6 @@ async def test_names_of_drivers_before_the_peer_is_up(engine: Engine, kind: str)
         actor.start()
         await actor.hear("link")
         actor.say(kind, driver=FORGED, text="", metadata="")
-        with pytest.raises(HixlError, match="lacks a valid 'driver'") as caught:
+        with pytest.raises(HandshakeError, match="lacks a valid 'driver'") as caught:
             await connecting
         assert str(caught.value).isprintable()

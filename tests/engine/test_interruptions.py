@@ -1,4 +1,4 @@
-"""What disturbs an engine from outside of asyncio: signals that the program handles, and doorbells that never stop ringing."""
+"""Disturbances from outside of asyncio: signals that the program handles, and doorbells that never stop ringing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import pytest
 from puppet import Puppet, puppet, stage
 
 from hixl_async import Engine, HandshakeError
-from hixl_async.testing import EnginePair
-
-from .conftest import until
+from hixl_async.testing import EnginePair, until
 
 MIB = 1 << 20
 
@@ -57,7 +55,7 @@ def open_again(flags: int) -> Callable[[int], int]:
         pytest.param(open_again(os.O_RDONLY), id="opened again"),
     ],
 )
-async def test_a_doorbell_that_would_ring_for_ever_is_refused(bell: Callable[[int], int]) -> None:
+async def test_a_doorbell_that_would_ring_forever_is_refused(bell: Callable[[int], int]) -> None:
     async with stage() as theatre, Engine() as engine:
         dialling = asyncio.ensure_future(engine.connect(theatre.address))
         actor: Puppet = await theatre.puppets.get()
@@ -69,7 +67,7 @@ async def test_a_doorbell_that_would_ring_for_ever_is_refused(bell: Callable[[in
         assert engine.driver_stats()["shm"]["links"] == 0
 
 
-async def test_a_doorbell_that_is_made_to_ring_for_ever_costs_the_link(engine: Engine) -> None:
+async def test_a_doorbell_that_is_made_to_ring_forever_costs_the_link(engine: Engine) -> None:
     """A splice takes from the pipe what lets the engine read it without waiting; then it could never be emptied."""
     async with puppet(engine.address) as actor:
         await until(lambda: engine.peers)

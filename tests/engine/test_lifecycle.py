@@ -1,4 +1,4 @@
-"""Opening and closing: idempotent, bounded, and without a trace, at whatever moment."""
+"""Opening and closing: idempotent, bounded, and without a trace, at any moment."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import textwrap
 from typing import Any
 
 import pytest
+from passes import settle
 
 from hixl_async import (
     AddressInUseError,
@@ -24,9 +25,9 @@ from hixl_async import (
     RequestLostError,
     WrongLoopError,
 )
-from hixl_async.testing import FaultPlan, engine_pair, faulty
+from hixl_async.testing import FaultPlan, engine_pair, faulty, until
 
-from .conftest import deaf, settle, until
+from .conftest import deaf
 
 
 def run_python(script: str, *options: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
@@ -74,14 +75,14 @@ async def test_an_engine_is_opened_once() -> None:
         await engine.open()
 
 
-async def test_repr_tells_where_and_whether_it_is_closed() -> None:
+async def test_repr_states_the_address_and_whether_it_is_closed() -> None:
     engine = await Engine("127.0.0.1:0", name="prefill-0").open()
     assert repr(engine) == f"<Engine 'prefill-0' at {engine.address}>"
     await engine.aclose()
     assert "closed" in repr(engine)
 
 
-async def test_a_body_that_raises_is_heard_and_the_engine_is_closed() -> None:
+async def test_an_error_of_the_body_is_raised_and_the_engine_is_closed() -> None:
     with pytest.raises(ZeroDivisionError):
         async with Engine("127.0.0.1:0") as engine:
             engine.allocate("kv", 4096)
@@ -108,7 +109,7 @@ async def test_a_driver_that_refuses_its_options() -> None:
     await engine.aclose()
 
 
-async def test_an_address_in_use_names_it_and_disturbs_nobody() -> None:
+async def test_an_address_in_use_is_named_and_its_owner_undisturbed() -> None:
     async with Engine("127.0.0.1:0") as first:
         second = Engine(first.address)
         with pytest.raises(AddressInUseError, match=first.address):
@@ -126,7 +127,7 @@ async def test_an_address_that_others_can_reach_needs_a_secret() -> None:
         assert open_to_all.address.startswith("0.0.0.0:")
 
 
-async def test_port_0_picks_one_and_no_address_listens_nowhere() -> None:
+async def test_port_0_picks_a_port_and_without_an_address_nothing_listens() -> None:
     async with Engine("127.0.0.1:0") as one, Engine("127.0.0.1:0") as two, Engine() as dialler:
         assert one.address != two.address
         assert not one.address.endswith(":0")
@@ -211,7 +212,7 @@ async def test_close_lets_work_in_flight_finish() -> None:
         assert (await subscription.get()).payload == b"done"
 
 
-async def test_close_fails_what_takes_too_long_and_waits_for_its_memory() -> None:
+async def test_close_fails_slow_work_and_waits_for_its_memory() -> None:
     plan = FaultPlan(seed=1).hold()
     async with engine_pair(drivers=faulty("shm", plan), close_timeout=0.2) as pair:
         region, remote = await pair.region("kv", 4096)
@@ -223,7 +224,7 @@ async def test_close_fails_what_takes_too_long_and_waits_for_its_memory() -> Non
         assert pair.left.stats().pinned == 0
 
 
-async def test_close_leaks_loudly_what_a_driver_still_holds() -> None:
+async def test_close_leaks_memory_that_a_driver_still_holds_with_a_warning() -> None:
     # In a process of its own: what is leaked stays.
     done = run_python("""
         import asyncio, time
@@ -250,7 +251,7 @@ async def test_close_leaks_loudly_what_a_driver_still_holds() -> None:
                 except BufferError:
                     print("still pinned")
                 print(*(message for message in heard if "leaked" in message))
-                plan.release()  # the driver finishes after all: nobody is there, nothing crashes
+                plan.release()  # the driver finishes after all: nothing crashes, although its engine is gone
                 await asyncio.sleep(0.05)
             print("alive")
 
@@ -261,7 +262,7 @@ async def test_close_leaks_loudly_what_a_driver_still_holds() -> None:
         assert line in done.stdout, done.stdout
 
 
-async def test_a_cancelled_close_goes_on() -> None:
+async def test_a_cancelled_close_continues() -> None:
     plan = FaultPlan(seed=1).delay(0.1)
     async with engine_pair(drivers=faulty("shm", plan)) as pair:
         _, remote = await pair.region("kv", 4096)
@@ -301,7 +302,7 @@ async def test_close_from_a_handler_of_the_engine_itself() -> None:
         await until(lambda: pair.right.closed)
 
 
-async def test_close_from_a_signal_of_the_end() -> None:
+async def test_close_from_a_lost_callback() -> None:
     """A lost-callback that closes the engine, called from the middle of the peer's end."""
     async with engine_pair() as pair:
         closing: list[asyncio.Future[None]] = []
@@ -313,10 +314,26 @@ async def test_close_from_a_signal_of_the_end() -> None:
 
 async def test_close_callbacks_are_called_and_may_fail(loop_errors: list[dict[str, Any]]) -> None:
     called = []
+
+    def unwanted() -> None:
+        called.append(0)
+
+    def first() -> None:
+        called.append(1)
+        engine.remove_close_callback(first)
+
+    def last() -> None:
+        called.append(2)
+
     async with Engine() as engine:
-        engine.on_close(lambda: called.append(1))
+        engine.on_close(first)
         engine.on_close(lambda: 1 / 0)
-        engine.on_close(lambda: called.append(2))
+        engine.on_close(last)
+        engine.on_close(unwanted)
+        engine.remove_close_callback(unwanted)
+        engine.remove_close_callback(print)
+        with pytest.raises(InvalidArgumentError, match="callback must be a function, not None"):
+            engine.on_close(None)  # type: ignore[arg-type]
     assert called == [1, 2]
     assert isinstance(loop_errors.pop()["exception"], ZeroDivisionError)
 
@@ -324,10 +341,10 @@ async def test_close_callbacks_are_called_and_may_fail(loop_errors: list[dict[st
 async def test_close_ends_subscriptions_and_acceptors() -> None:
     engine = await Engine("127.0.0.1:0").open()
 
-    async def read(feed: Any) -> list[Any]:
-        return [item async for item in feed]
+    async def read(items: Any) -> list[Any]:
+        return [item async for item in items]
 
-    readers = [asyncio.ensure_future(read(feed)) for feed in (engine.notifications(), engine.accepted())]
+    readers = [asyncio.ensure_future(read(items)) for items in (engine.notifications(), engine.accepted())]
     await settle(3)
     await engine.aclose()
     assert await asyncio.gather(*readers) == [[], []]

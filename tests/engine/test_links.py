@@ -21,10 +21,8 @@ from hixl_async import (
     kv,
 )
 from hixl_async.core.memory import link_of
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 from tests.hixlsim.build import build
-
-from .conftest import until
 
 
 def two(first: FaultPlan, second: FaultPlan | None = None) -> dict[str, Any]:
@@ -53,7 +51,7 @@ async def test_all_drivers_are_linked_and_the_first_is_used() -> None:
 @pytest.mark.parametrize("where", ["left", "right", "both"])
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("late", [False, True])
-async def test_one_that_cannot_be_linked_is_done_without(
+async def test_a_driver_that_cannot_be_linked_is_left_out(
     where: str, which: int, late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def plans(side: str) -> dict[str, Any]:
@@ -76,7 +74,7 @@ async def test_one_that_cannot_be_linked_is_done_without(
     assert all(f"without driver {lost!r}" in text for text in told)
 
 
-async def test_when_none_can_be_linked_all_failures_are_the_answer() -> None:
+async def test_the_error_lists_all_failures_if_no_driver_can_be_linked() -> None:
     plan, other = FaultPlan(1).fail("system", verb="connect"), FaultPlan(1).fail("system", native=11, verb="connect")
     async with (
         Engine("127.0.0.1:0", name="right", drivers=two(FaultPlan(1))) as right,
@@ -94,7 +92,7 @@ async def test_when_none_can_be_linked_all_failures_are_the_answer() -> None:
         assert peer.drivers == ("faulty", "shm")
 
 
-async def test_one_whose_half_cannot_even_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_driver_that_cannot_make_its_half_of_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything of it was sent; the peer's metadata for it comes all the same."""
     async with (
         Engine("127.0.0.1:0", name="right", drivers=two(FaultPlan(1))) as right,
@@ -118,7 +116,7 @@ async def test_one_whose_half_cannot_even_be_made(monkeypatch: pytest.MonkeyPatc
         assert right.peers[0].drivers == ("shm",)
 
 
-async def test_a_peer_that_dies_while_one_is_done_without() -> None:
+async def test_a_peer_that_dies_while_a_driver_is_left_out() -> None:
     """The link that failed is stopped and given back with the others."""
     plan = FaultPlan(1).fail("system", verb="connect", nth=1)
     async with Engine("127.0.0.1:0", name="right", drivers=two(plan)) as right:
@@ -173,7 +171,7 @@ async def test_a_dialled_peer_says_why() -> None:
             await left.connect(right.address)
 
 
-async def test_failures_that_nobody_expects(engine: Engine) -> None:
+async def test_unexpected_failures(engine: Engine) -> None:
     async with stage(name="odd") as theatre:
         connecting = asyncio.ensure_future(engine.connect(theatre.address))
         actor = await theatre.puppets.get()
@@ -186,7 +184,7 @@ async def test_failures_that_nobody_expects(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("where", ["left", "right"])
-async def test_one_that_does_not_come_up_in_time_is_done_without(where: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_link_that_does_not_come_up_in_time_is_left_out(where: str, caplog: pytest.LogCaptureFixture) -> None:
     """A transport that hangs while it connects costs its own link, and not the others."""
     plan = FaultPlan(1).hold(verb="connect", nth=1)
     left, right = (two(plan), two(FaultPlan(1))) if where == "left" else (two(FaultPlan(1)), two(plan))
@@ -212,7 +210,7 @@ async def test_a_limit_holds_for_all_drivers_or_for_none() -> None:
 
 
 async def test_a_stream_over_the_second_driver() -> None:
-    """Memory that the first driver allocated is somebody else's for the second; layers arrive and are seen all the same."""
+    """The second driver did not allocate the memory, but the first one did; layers arrive and are seen all the same."""
     options = {"library": str(build()), "backend": "cs"}
     layout = kv.Layout(layers=3, kv_heads=1, head_dim=16, dtype="bfloat16", block_tokens=4)
     async with (

@@ -1,4 +1,4 @@
-"""Notifications: addressed, bounded, in order, after their data, and never somebody else's."""
+"""Notifications: addressed, bounded, in order, after their data, and never delivered to another subscription."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 import pytest
+from passes import settle
 
 from hixl_async import (
     BufferTypeError,
@@ -22,9 +23,7 @@ from hixl_async import (
     TransferTimeoutError,
 )
 from hixl_async.engine.notifications import Subscriptions
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process
-
-from .conftest import settle, until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process, until
 
 
 async def test_topics_are_separate(pair: EnginePair) -> None:
@@ -56,7 +55,7 @@ async def test_a_note_tells_its_sender(pair: EnginePair) -> None:
 
 @pytest.mark.parametrize("size", [8, 2 << 20])
 async def test_the_data_is_there_before_the_note(pair: EnginePair, size: int) -> None:
-    """B21, with the copy inline and on threads."""
+    """With the copy inline and on threads."""
     region, remote = await pair.region("kv", size)
     view = memoryview(region)
     notes = pair.right.notifications("kv")
@@ -86,7 +85,7 @@ async def test_the_data_is_there_whatever_the_order_of_completions() -> None:
         await asyncio.gather(*transfers)
 
 
-async def test_a_failed_transfer_notifies_nobody() -> None:
+async def test_a_failed_transfer_sends_no_notification() -> None:
     plan = FaultPlan(seed=1).fail(nth=1, verb="write")
     async with engine_pair(drivers=faulty("shm", plan)) as pair:
         _, remote = await pair.region("kv", 8)
@@ -112,11 +111,11 @@ async def test_order(pair: EnginePair) -> None:
     assert len(numbers) > 1000
 
 
-# -- who takes what, and when
+# -- subscriptions
 
 
-async def test_late_subscribers_miss_nothing(pair: EnginePair) -> None:
-    """B23: the consumer subscribes after the last message."""
+async def test_late_subscriptions_miss_nothing(pair: EnginePair) -> None:
+    """The consumer subscribes after the last message."""
     for i in range(5):
         await pair.left.notify(pair.peer, "layer", bytes([i]))
         await pair.left.notify(pair.peer, "other", bytes([i]))
@@ -127,7 +126,7 @@ async def test_late_subscribers_miss_nothing(pair: EnginePair) -> None:
     assert drain(pair.right.notifications()) == []
 
 
-async def test_two_subscribers_do_not_steal(pair: EnginePair) -> None:
+async def test_two_subscriptions_each_get_every_notification(pair: EnginePair) -> None:
     one, two = pair.right.notifications("t"), pair.right.notifications("t")
     await pair.left.notify(pair.peer, "t", b"x")
     assert (await one.get()).payload == (await two.get()).payload == b"x"
@@ -151,7 +150,7 @@ async def test_overflow_drops_the_newest_and_counts(pair: EnginePair) -> None:
     assert (await small.get()).payload == b"\xff"
 
 
-async def test_the_backlog_is_bounded_and_keeps_the_newest() -> None:
+async def test_unclaimed_notifications_are_bounded_and_keep_the_newest() -> None:
     async with engine_pair(notification_limit=4) as pair:
         for i in range(10):
             await pair.left.notify(pair.peer, f"topic-{i % 2}", bytes([i]))
@@ -160,8 +159,8 @@ async def test_the_backlog_is_bounded_and_keeps_the_newest() -> None:
         assert [note.payload[0] for note in drain(pair.right.notifications())] == [6, 7, 8, 9]
 
 
-async def test_the_backlog_is_bounded_by_bytes_and_fair(engine: Engine) -> None:
-    """A flood of large messages for nobody costs 16 MiB, and pushes out no message of another peer."""
+async def test_unclaimed_notifications_are_bounded_by_bytes_and_fair(engine: Engine) -> None:
+    """A flood of large messages without a subscription costs 16 MiB, and displaces no message of another peer."""
     async with Engine(name="modest") as modest, Engine(name="flood", drivers={"shm": {"ring_bytes": 1 << 22}}) as flood:
         quiet, loud = await modest.connect(engine.address), await flood.connect(engine.address)
         await modest.notify(quiet, "mine", b"keep this")
@@ -178,16 +177,16 @@ async def test_the_backlog_is_bounded_by_bytes_and_fair(engine: Engine) -> None:
 
 async def test_remembered_topics_are_bounded(engine: Engine) -> None:
     """Peers choose them: neither many nor long ones may pile up."""
-    topics, peer = Subscriptions(engine, 10_000), object()
-    everything = topics.subscribe(None)
+    subscriptions, peer = Subscriptions(engine, 10_000), object()
+    everything = subscriptions.subscribe(None)
     for n in range(5000):
-        topics.deliver(peer, b"%d" % n + bytes(60_000 if n % 2 else 0), b"")  # type: ignore[arg-type]
+        subscriptions.deliver(peer, b"%d" % n + bytes(60_000 if n % 2 else 0), b"")  # type: ignore[arg-type]
         assert everything.get_nowait() is not None
-    assert sum(map(len, topics._takers)) < 1 << 20
+    assert sum(map(len, subscriptions._takers)) < 1 << 20
     for n in range(5000):
-        topics.deliver(peer, b"short %d" % n, b"")  # type: ignore[arg-type]
-    assert len(topics._takers) <= 4096
-    topics.close()
+        subscriptions.deliver(peer, b"short %d" % n, b"")  # type: ignore[arg-type]
+    assert len(subscriptions._takers) <= 4096
+    subscriptions.close()
 
 
 async def test_a_queue_is_bounded_by_bytes(pair: EnginePair) -> None:
@@ -227,7 +226,7 @@ async def test_iteration_close_and_break(pair: EnginePair) -> None:
 
 
 async def test_a_waiting_subscription_cannot_vanish(pair: EnginePair) -> None:
-    """The task is all that refers to it, and the loop all that refers to the task."""
+    """Only the task refers to it, and only the loop refers to the task."""
     got: list[bytes] = []
 
     async def read() -> None:
@@ -307,7 +306,7 @@ async def test_payloads_of_any_kind(pair: EnginePair, payload: Any) -> None:
     assert (await notes.get()).payload == (payload.tobytes() if hasattr(payload, "tobytes") else bytes(payload))
 
 
-async def test_payloads_are_no_references(pair: EnginePair) -> None:
+async def test_payloads_are_not_references(pair: EnginePair) -> None:
     _, remote = await pair.region("kv", 8)
     for payload in (numpy.array([None]), numpy.array([None] * 4)[::2], memoryview(numpy.array([None]))):
         for call in (
@@ -358,7 +357,7 @@ async def test_notify_a_peer_that_is_gone() -> None:
             pair.left.notify(pair.peer, "t", b"x")
 
 
-async def test_a_receiver_that_does_not_read_blocks_nobody() -> None:
+async def test_a_receiver_that_does_not_read_blocks_no_other() -> None:
     """Notifications beyond ring and queue are refused; those that wait time out; the loop goes on."""
     async with Engine("127.0.0.1:0", name="reader") as reader, peer_process(stall=0.3) as process:
         region = reader.allocate("kv", 8, access="write")

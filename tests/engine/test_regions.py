@@ -1,14 +1,16 @@
-"""Regions: who may use what, until when, and what is left of it."""
+"""Regions: their rights, their lifetime, and what is left of them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
+from passes import settle
 from puppet import mem_metadata, puppet, segment, stage, text
 
 from hixl_async import (
@@ -30,9 +32,10 @@ from hixl_async import (
     WaitTimeoutError,
 )
 from hixl_async.control.scheduler import Progress
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
+from hixl_async.engine import regions
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
-from .conftest import settle, until
+from .conftest import settle
 
 WORDS: list[AccessLike] = ["none", "read", "write", "read-write"]
 
@@ -195,7 +198,7 @@ async def test_a_grant_that_fails_gives_nothing(engine: Engine, loop_errors: lis
     loop_errors.clear()
 
 
-# -- finding them
+# -- lookup
 
 
 async def test_a_region_is_waited_for(pair: EnginePair) -> None:
@@ -210,7 +213,7 @@ async def test_a_region_is_waited_for(pair: EnginePair) -> None:
     assert pair.left.stats().remote_regions == 1
 
 
-async def test_regions_that_never_come(pair: EnginePair) -> None:
+async def test_regions_that_are_never_exported(pair: EnginePair) -> None:
     pair.right.allocate("kv", 8, access="read")
     await pair.peer.region("kv")
     for _ in range(100):
@@ -221,7 +224,37 @@ async def test_regions_that_never_come(pair: EnginePair) -> None:
         await pair.peer.region(7)  # type: ignore[arg-type]
 
 
-async def test_the_peer_goes_while_a_region_is_waited_for() -> None:
+async def test_a_long_wait_is_logged_once(
+    pair: EnginePair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "PATIENCE", 0.001)
+    monkeypatch.setattr(regions, "NAMES_SHOWN", 1)
+    for name in ("kv", "weights"):
+        pair.right.allocate(name, 8, access="read")
+    await pair.peer.region("weights")
+    with caplog.at_level(logging.INFO, "hixl_async"):
+        waiting = asyncio.ensure_future(pair.peer.region("kvv"))
+        await until(lambda: caplog.records)
+        for name in ("woken", "kvv"):
+            pair.right.allocate(name, 8, access="read")
+        await waiting
+    (record,) = caplog.records
+    assert "'right' did not export region 'kvv' within 0.001 s; it exports: kv and 1 more (" in record.getMessage()
+
+
+async def test_a_short_wait_is_not_logged(pair: EnginePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[asyncio.TimerHandle] = []
+    call_later = pair.left.loop.call_later
+    loop = SimpleNamespace(call_later=lambda *args: timers.append(call_later(*args)) or timers[-1])
+    monkeypatch.setattr(pair.peer._imports, "_loop", loop)
+    waiting = asyncio.ensure_future(pair.peer.region("late"))
+    await until(lambda: timers)
+    pair.right.allocate("late", 8, access="read")
+    await waiting
+    assert timers[0].cancelled()
+
+
+async def test_the_peer_leaves_during_a_wait_for_a_region() -> None:
     async with engine_pair() as pair:
         waiting = asyncio.ensure_future(pair.peer.region("never"))
         await settle()
@@ -230,7 +263,7 @@ async def test_the_peer_goes_while_a_region_is_waited_for() -> None:
             await waiting
 
 
-async def test_one_who_gives_up_does_not_spoil_it_for_the_others() -> None:
+async def test_a_waiter_that_gives_up_does_not_disturb_the_others() -> None:
     async with Engine() as engine, stage() as theatre:
         connecting = asyncio.ensure_future(engine.connect(theatre.address))
         actor = await theatre.puppets.get()
@@ -259,7 +292,7 @@ async def test_one_who_gives_up_does_not_spoil_it_for_the_others() -> None:
         os.close(fd)
 
 
-async def test_which_driver_and_why(pair: EnginePair) -> None:
+async def test_the_route_states_the_driver_and_the_reason(pair: EnginePair) -> None:
     _, remote = await pair.region("kv", 8)
     assert pair.peer.route("kv") == pair.peer.route(remote)
     assert "shm: first of this engine's drivers that can import 'kv', the only one" in pair.peer.route(remote)
@@ -271,7 +304,7 @@ async def test_which_driver_and_why(pair: EnginePair) -> None:
             pair.peer.route(wrong)  # type: ignore[arg-type]
 
 
-# -- closing them
+# -- close
 
 
 async def test_a_closed_region_is_stale_for_its_users(pair: EnginePair) -> None:
@@ -326,7 +359,7 @@ async def test_close_twice_at_once_and_in_a_with_block(pair: EnginePair) -> None
     await again.aclose()
 
 
-async def test_close_waits_for_what_a_peer_has_in_flight() -> None:
+async def test_close_waits_for_transfers_of_peers() -> None:
     plan = FaultPlan(seed=1).delay(0.1, verb="write")
     async with engine_pair(drivers=faulty("shm", plan)) as pair:
         region, remote = await pair.region("kv", 4096)
@@ -338,7 +371,7 @@ async def test_close_waits_for_what_a_peer_has_in_flight() -> None:
         assert bytes(view) == b"x" * 4096
 
 
-async def test_close_waits_for_our_own_flights() -> None:
+async def test_close_waits_for_own_transfers() -> None:
     plan = FaultPlan(seed=1).delay(0.1, verb="write")
     async with engine_pair(drivers=faulty("shm", plan)) as pair:
         _, remote = await pair.region("kv", 4096)
@@ -410,7 +443,7 @@ async def test_regions_of_a_peer_that_left(pair: EnginePair) -> None:
     assert pair.left.stats().remote_regions == 0
 
 
-# -- an owner, and a user, that behave oddly
+# -- misbehaving owners and users
 
 
 async def _import_from(actor: Any, engine: Engine, peer: Any) -> tuple[asyncio.Task[RemoteRegion], int]:
@@ -439,7 +472,7 @@ async def _import_from(actor: Any, engine: Engine, peer: Any) -> tuple[asyncio.T
         ({"metadata": text(mem_metadata(4096, kind=2, address=8))}, ProtocolError),  # with a descriptor
     ],
 )
-async def test_an_owner_that_answers_nonsense(engine: Engine, answer: dict[str, Any], error: type[HixlError]) -> None:
+async def test_a_malformed_answer_of_the_owner(engine: Engine, answer: dict[str, Any], error: type[HixlError]) -> None:
     """One error at the caller, the owner hears that its region is free, and everything goes on."""
     import os
 
@@ -489,7 +522,7 @@ async def test_large_imports_are_given_up_cleanly() -> None:
             await importing
 
 
-async def test_a_user_that_asks_for_what_it_may_not_have(engine: Engine) -> None:
+async def test_a_user_that_asks_for_more_than_it_may_have(engine: Engine) -> None:
     secret = engine.allocate("secret", 4096)
     choosy = engine.allocate("choosy", 4096, access="read-write", grant=lambda peer: "none")
     async with puppet(engine.address) as actor:
@@ -501,8 +534,8 @@ async def test_a_user_that_asks_for_what_it_may_not_have(engine: Engine) -> None
     assert secret.pins == choosy.pins == 0
 
 
-async def test_a_user_that_never_lets_go(engine: Engine) -> None:
-    """Its connection breaks while its process lives: nobody can know whether it still writes."""
+async def test_a_user_that_never_releases(engine: Engine) -> None:
+    """Its connection breaks while its process lives, so it may still be writing."""
     region = engine.allocate("kv", 4096, access="write")
     async with puppet(engine.address) as actor:
         await actor.get("kv")
@@ -587,7 +620,7 @@ async def test_thousands_of_regions_before_and_after_connecting() -> None:
         assert peer.state is PeerState.UP
 
 
-async def test_more_regions_than_a_peer_takes_note_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_regions_than_a_peer_records(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hixl_async.engine.region_table.MAX_OFFERS", 3)
     for n in range(3):
         engine.allocate(f"{n}", 8, access="read")

@@ -1,4 +1,4 @@
-"""Memory that exists already, as a region: what may be registered, and that nobody loses it too early."""
+"""Existing memory as a region: what may be registered, and that it is not released too early."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ import pytest
 from puppet import puppet
 
 from hixl_async import AccessError, BufferTypeError, ClosedError, Engine, HixlError, InvalidArgumentError, RangeError
-from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty
-
-from .conftest import until
+from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
 
 class Exporter:
@@ -117,7 +115,7 @@ async def test_peers_in_a_child_pid_namespace(engine: Engine, unshare: tuple[str
 @pytest.mark.parametrize(
     "buffer", [b"constant", memoryview(bytearray(8)).toreadonly(), Exporter(numpy.zeros(8, "int8"))]
 )
-async def test_what_cannot_be_written(pair: EnginePair, buffer: Any) -> None:
+async def test_read_only_memory_may_only_be_read(pair: EnginePair, buffer: Any) -> None:
     if isinstance(buffer, Exporter):
         buffer._values.flags.writeable = False
     region = pair.right.register("weights", buffer, access="read")
@@ -157,7 +155,7 @@ async def test_torch_tensors(pair: EnginePair) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["transposed", "meta", "conj", "neg"])
-async def test_torch_tensors_that_cannot_be(pair: EnginePair, wrong: str) -> None:
+async def test_unusable_torch_tensors(pair: EnginePair, wrong: str) -> None:
     torch = pytest.importorskip("torch")
     complex = torch.zeros(2, 3, dtype=torch.complex64)
     tensor = {
@@ -189,7 +187,7 @@ async def test_torch_tensors_that_cannot_be(pair: EnginePair, wrong: str) -> Non
         (Exporter(numpy.zeros(0)), RangeError),
     ],
 )
-async def test_what_cannot_be_registered(engine: Engine, buffer: Any, error: type[HixlError]) -> None:
+async def test_objects_that_cannot_be_registered(engine: Engine, buffer: Any, error: type[HixlError]) -> None:
     with pytest.raises(error):
         engine.register("weights", buffer)
     assert engine.regions == {}
@@ -197,15 +195,15 @@ async def test_what_cannot_be_registered(engine: Engine, buffer: Any, error: typ
     engine.register("weights", bytearray(1))
 
 
-async def test_a_region_is_no_buffer_of_yours(engine: Engine) -> None:
+async def test_a_region_cannot_be_registered(engine: Engine) -> None:
     region = engine.allocate("kv", 8)
     for wrong in (region, region[0:4]):
         with pytest.raises(InvalidArgumentError, match="region already"):
             engine.register("again", wrong)
 
 
-async def test_one_buffer_twice(pair: EnginePair) -> None:
-    """B1: each registration is a region of its own; the memory is released with the last one."""
+async def test_one_buffer_may_be_registered_twice(pair: EnginePair) -> None:
+    """Each registration is a region of its own; the memory is released with the last one."""
     buffer = bytearray(8)
     one = pair.right.register("one", buffer, access="write")
     two = pair.right.register("two", buffer, access="read-write")
@@ -253,7 +251,7 @@ async def test_the_object_lives_as_long_as_a_peer_may_use_it() -> None:
         del buffer
         await region.aclose()
         gc.collect()
-        assert alive() is not None, "a flight of the peer's still lands there"
+        assert alive() is not None, "a transfer of the peer still lands there"
         plan.release()
         await transfer
         await region.aclose()
@@ -269,7 +267,7 @@ async def test_a_dropped_region_object_keeps_its_memory_registered(pair: EngineP
 
 
 async def test_memory_of_others_is_leaked_rather_than_freed(loop_errors: list[dict[str, Any]]) -> None:
-    """The engine ends, and a user whose death nobody confirmed could still write: it must not hit what comes next."""
+    """The engine ends; a user whose death is not confirmed could still write, and must not hit what is allocated next."""
     buffer = numpy.zeros(4096, "uint8").view(Array)
     alive = weakref.ref(buffer)
     readable = numpy.zeros(4096, "uint8").view(Array)
@@ -294,11 +292,11 @@ async def test_memory_of_others_is_leaked_rather_than_freed(loop_errors: list[di
 def _forget_leaks(engine: Engine) -> None:
     """The puppet is this process, and means no harm: so that the balance sheet of this test is right."""
     from hixl_async.core import memory
-    from hixl_async.engine import regions as sharing
+    from hixl_async.engine import regions
 
-    for region in sharing._leaked:
+    for region in regions._leaked:
         memory.unpin(region)
-    sharing._leaked.clear()
+    regions._leaked.clear()
     assert engine.stats().regions == 0
 
 

@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from passes import settle
 from puppet import puppet
 
 from hixl_async import (
@@ -19,17 +20,19 @@ from hixl_async import (
     InvalidArgumentError,
     Peer,
     PeerDownError,
+    PeerLostError,
     PeerState,
     RangeError,
+    RefusedError,
     RemoteError,
     RequestLostError,
     RequestTimeoutError,
+    TransferError,
+    TransferTimeoutError,
 )
 from hixl_async.control import Incoming
 from hixl_async.engine.rpc import MAX_HANDLERS
-from hixl_async.testing import EnginePair, engine_pair
-
-from .conftest import settle, until
+from hixl_async.testing import EnginePair, engine_pair, until
 
 
 async def test_handlers_that_answer_at_once_and_later(pair: EnginePair) -> None:
@@ -77,6 +80,32 @@ async def test_errors_reach_the_caller_with_their_type(pair: EnginePair) -> None
     with pytest.raises(InvalidArgumentError, match="no handler serves 'no-such-service'"):
         await pair.peer.request("no-such-service", {})
     assert await pair.peer.request("hixl.ping", {"still": "up"}) == {"still": "up"}
+
+
+@pytest.mark.parametrize("kind", [TransferError, TransferTimeoutError, PeerLostError])
+async def test_a_transfer_of_the_handlers_own_that_failed(pair: EnginePair, kind: type[TransferError]) -> None:
+    async def fail(peer: Peer, body: dict[str, Any]) -> None:
+        raise kind("the target's contents are undefined", peer="third")
+
+    pair.right.serve("fail", fail)
+    with pytest.raises(TransferError, match="contents are undefined") as caught:
+        await pair.peer.request("fail", {})
+    assert type(caught.value) is kind
+    assert caught.value.peer == "right"
+
+
+@pytest.mark.parametrize("name", ["TransferError", "PeerLostError", "HixlError", "int", "no such class"])
+async def test_no_import_fails_as_a_transfer_does(engine: Engine, name: str) -> None:
+    """Whatever the peer says: asking for a region touches no transfer memory."""
+    async with puppet(engine.address) as actor:
+        await until(lambda: engine.peers)
+        actor.say("region.up", id=1, name="kv", size=8, access=3)
+        asking = asyncio.ensure_future(engine.peers[0].region("kv"))
+        call = (await actor.hear("region.get")).body["call"]
+        actor.say("failure", call=call, error=name, message="out of luck")
+        with pytest.raises(RefusedError, match="out of luck") as caught:
+            await asking
+        assert type(caught.value) is RemoteError
 
 
 @pytest.mark.parametrize(
@@ -137,7 +166,7 @@ async def test_an_oversized_request_names_the_limit(pair: EnginePair) -> None:
     assert len((await pair.peer.request("hixl.ping", {"n": "x" * 60_000}))["n"]) == 60_000
 
 
-async def test_nobody_answers_in_time(pair: EnginePair) -> None:
+async def test_a_request_times_out(pair: EnginePair) -> None:
     never = asyncio.Event()
     cancelled = []
 
@@ -162,7 +191,7 @@ async def test_nobody_answers_in_time(pair: EnginePair) -> None:
     await until(lambda: len(cancelled) == 2)
 
 
-async def test_the_peer_goes_while_it_is_asked() -> None:
+async def test_the_peer_leaves_during_a_request() -> None:
     async with engine_pair() as pair:
         never = asyncio.Event()
         pair.right.serve("wait", lambda peer, body: never.wait())
@@ -200,7 +229,7 @@ async def test_a_flood_of_requests_is_bounded(pair: EnginePair) -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 async def test_requests_wait_for_their_turn(pair: EnginePair, lost: bool) -> None:
-    """No more are under way than are handled there at the same time; who waits hears of the end, too."""
+    """At most as many are sent as are handled there at the same time; a waiting caller hears of the end, too."""
     running: list[int] = []
     go = asyncio.Event()
 
@@ -227,8 +256,8 @@ async def test_requests_wait_for_their_turn(pair: EnginePair, lost: bool) -> Non
         assert [answer["n"] for answer in await asyncio.gather(*asking)] == list(numbers)
 
 
-async def test_a_flood_of_posts_to_one_that_does_not_read() -> None:
-    """What cannot be sent piles up to a limit; then the next is refused, and requests wait.  Nobody is lost for it."""
+async def test_a_flood_of_posts_to_a_peer_that_does_not_read() -> None:
+    """Unsent posts wait up to a limit; then the next one is refused, and requests wait.  No peer is lost because of it."""
     async with Engine("127.0.0.1:0", close_timeout=0.2) as engine, puppet(engine.address) as actor:
         await until(lambda: engine.peers)
         peer = engine.peers[0]
@@ -252,7 +281,7 @@ async def test_a_flood_of_posts_to_one_that_does_not_read() -> None:
 
 
 @pytest.mark.parametrize("what", ["requests", "answers", "regions", "news"])
-async def test_a_burst_of_ones_own_is_no_flood(pair: EnginePair, what: str) -> None:
+async def test_a_burst_of_own_requests_is_not_a_flood(pair: EnginePair, what: str) -> None:
     """Thousands at once, in one pass of the loop, to a healthy peer that is busy meanwhile."""
     if what == "answers":
         pair.right.serve("echo", lambda peer, body: {"x": "y" * body["n"]})
@@ -293,7 +322,7 @@ async def test_services_have_one_handler_each(engine: Engine) -> None:
             engine.serve(*wrong)
 
 
-async def test_answers_that_nobody_waits_for(engine: Engine) -> None:
+async def test_unexpected_answers_are_ignored(engine: Engine) -> None:
     async with puppet(engine.address) as actor:
         await until(lambda: engine.peers)
         peer = engine.peers[0]
@@ -311,7 +340,7 @@ async def test_answers_that_nobody_waits_for(engine: Engine) -> None:
 
 
 async def test_an_answer_of_the_wrong_kind(engine: Engine) -> None:
-    """A request is not answered with metadata, whose descriptors nobody would close."""
+    """A request is not answered with metadata, whose descriptors would stay open."""
     async with puppet(engine.address) as actor:
         await until(lambda: engine.peers)
         asking = asyncio.ensure_future(engine.peers[0].request("anything", {}))
@@ -325,11 +354,11 @@ async def test_an_answer_of_the_wrong_kind(engine: Engine) -> None:
 
 
 async def test_an_answer_that_comes_with_the_cancellation(pair: EnginePair) -> None:
-    """Its descriptors are closed (the balance sheet sees to it)."""
+    """Its descriptors are closed, as the balance sheet shows."""
     region, _ = await pair.region("kv", 4096)
-    calls = pair.peer._rpc
-    asking = asyncio.ensure_future(calls.ask("region.get", {"id": region.number}, answer="region.metadata"))
-    answered = calls.on_answer
+    rpc = pair.peer._rpc
+    asking = asyncio.ensure_future(rpc.ask("region.get", {"id": region.number}, answer="region.metadata"))
+    answered = rpc.on_answer
 
     def answer_and_cancel(message: Incoming) -> None:
         answered(message)

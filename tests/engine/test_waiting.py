@@ -56,14 +56,14 @@ class Work:
         return await asyncio.shield(self.done)
 
 
-async def test_what_has_started_need_not_be_awaited() -> None:
+async def test_started_work_need_not_be_awaited() -> None:
     work = Work()
     work.start().close()
     del work
     gc.collect()
 
 
-async def test_what_has_started_is_awaited_by_any_number_of_tasks() -> None:
+async def test_started_work_is_awaited_by_any_number_of_tasks() -> None:
     work = Work()
     started = work.start()
     one, two = asyncio.create_task(work.start()), asyncio.ensure_future(started)
@@ -84,7 +84,7 @@ async def test_a_wait_that_is_cancelled_before_it_begins() -> None:
     assert not work.done.done()
 
 
-def test_a_runner_takes_what_has_started(runner: asyncio.Runner) -> None:
+def test_a_runner_takes_started_work(runner: asyncio.Runner) -> None:
     async def main() -> Started[int]:
         work = Work()
         work.done.set_result(7)

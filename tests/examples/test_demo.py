@@ -43,7 +43,7 @@ DEMO = ROOT / "examples" / "disaggregated"
 LOOPS = ["asyncio", *(["uvloop"] if importlib.util.find_spec("uvloop") else [])]
 LAYERS = 6  # of the random model
 SHORT = ("--random-model", "--prompt", "hi", "--tokens", "3", "--no-pace")
-# A wire that needs seconds for a layer, so that a test meets the processes in the middle of a stream.
+# A wire that needs seconds for a layer, so that a test finds the processes in the middle of a stream.
 SLOW = ("--random-model", "--prompt", "hi", "--tokens", "3", "--length", "300", "--bandwidth", "0.02")
 
 
@@ -79,7 +79,7 @@ class Demo:
         return self._stderr.read_text(encoding="utf-8")
 
     def read_until(self, pattern: str) -> str:
-        """Reads what it prints, up to a line that matches."""
+        """Read what it prints, up to a line that matches."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output += line
@@ -88,18 +88,18 @@ class Demo:
         raise AssertionError(f"it ended without {pattern!r}:\n{self.output}\n{self.errors}")
 
     def pids(self) -> dict[str, int]:
-        """The next processes that it starts, once they are ready."""
+        """Return the next processes that it starts, once they are ready."""
         return {name: int(pid) for name, pid in re.findall(r"(\w+) (\d+)[,;]", self.read_until("^Processes: "))}
 
     def finish(self) -> int:
-        """Waits for the end, and gives the exit code."""
+        """Wait for the end, and return the exit code."""
         self.output += self.process.communicate()[0]
         return self.process.returncode
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
-    """Starts demos, in a folder whose name has a space. None may leave anything behind."""
+    """Start demos, in a folder whose name has a space. None may leave anything behind."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     shared_memory = sorted(os.listdir("/dev/shm"))
@@ -120,7 +120,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
 
 @pytest.fixture
 def altered(tmp_path: Path) -> Callable[[str, str, str], Path]:
-    """Copies the demo, with something replaced in one of its modules."""
+    """Copy the demo, with something replaced in one of its modules."""
 
     def alter(module: str, old: str, new: str) -> Path:
         program = tmp_path / "altered"
@@ -134,7 +134,7 @@ def altered(tmp_path: Path) -> Callable[[str, str, str], Path]:
 
 
 def assert_gone(pids: dict[str, int], within: float = 5.0) -> None:
-    """No process is left; one that nobody has waited for yet is none."""
+    """Assert that no process is left; a zombie does not count."""
     deadline = time.monotonic() + within
     while left := {name: pid for name, pid in pids.items() if runs(pid)}:
         assert time.monotonic() < deadline, f"still running: {left}"
@@ -142,7 +142,7 @@ def assert_gone(pids: dict[str, int], within: float = 5.0) -> None:
 
 
 def rows(demo: Demo, label: str) -> list[list[str]]:
-    """The cells of all rows with that label, table by table."""
+    """Return the cells of all rows with that label, table by table."""
     found = re.findall(f"^{re.escape(label)} +(.*)$", demo.output, re.MULTILINE)
     return [re.split("  +", cells) for cells in found]
 
@@ -234,7 +234,7 @@ def test_progress_is_shown_on_a_terminal(start: Callable[..., Demo]) -> None:
     demo = start(*SHORT, stdout=theirs)
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # a terminal that nobody has open any more gives EIO, not an end
+    with contextlib.suppress(OSError):  # a terminal that no process has open any more gives EIO, not an end
         while some := os.read(ours, 65536):
             shown += some
     os.close(ours)

@@ -1,11 +1,11 @@
-"""The demo's processes when they are stopped: who does not answer is named, and nobody is left behind."""
+"""The demo's processes when they are stopped: a process that does not answer is named, and none is left behind."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from support.fleet import Failed, Fleet
 from support.messages import Settings
 
 import hixl_async as hx
+from hixl_async.testing import until
 
 #: A process that does nothing, and has no model to load.
 IDLE = """
@@ -35,7 +36,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the user is told.  A second is short."""
+    """The messages to the user, with a second shortened."""
     (tmp_path / "decode.py").write_text(IDLE)
     monkeypatch.setattr(fleet, "__file__", str(tmp_path / "support" / "fleet.py"))
     monkeypatch.setattr(fleet, "LOOK", 0.02)
@@ -49,11 +50,6 @@ async def running(told: list[str]) -> AsyncIterator[Fleet]:
         settings = Settings(engine.address, "shm", "asyncio", 1, True)
         async with Fleet(engine, settings, "D", tell=told.append) as processes:
             yield processes
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
@@ -82,7 +78,7 @@ async def test_a_stopped_process_is_named(told: list[str]) -> None:
     assert gone(pid)
 
 
-async def test_one_that_goes_on_is_forgiven(told: list[str]) -> None:
+async def test_a_process_that_continues_is_accepted(told: list[str]) -> None:
     async with running(told) as processes:
         pid = processes.pids()["D"]
         os.kill(pid, signal.SIGSTOP)
@@ -92,7 +88,7 @@ async def test_one_that_goes_on_is_forgiven(told: list[str]) -> None:
     assert gone(pid)
 
 
-async def test_an_impatient_user_leaves_no_stopped_process(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_second_interrupt_leaves_no_stopped_process(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "LEAVE", 3600.0)
     started = asyncio.get_running_loop().create_future()
 

@@ -89,7 +89,7 @@ def tiny() -> Llama:
 
 
 def pool_of(config: Config, blocks: int, block_tokens: int, dtype: str) -> Array:
-    """Memory that spoils every result which something unwritten enters."""
+    """Memory that spoils every result that unwritten bytes enter."""
     return np.full(config.kv_shape(blocks, block_tokens), np.nan, dtype)
 
 
@@ -107,7 +107,7 @@ def contiguous_cache(config: Config, tokens: int, *, dtype: str = "float32") -> 
 
 
 def move(source: PagedCache, target: PagedCache, layer: int, tokens: int) -> None:
-    """Does what a transfer engine does: copies bytes from segment to segment."""
+    """Copy bytes from segment to segment, as a transfer engine does."""
     there, here = target.memory.reshape(-1).view(np.uint8), source.memory.reshape(-1).view(np.uint8)
     pairs = zip(source.segments(layer, tokens), target.segments(layer, tokens), strict=True)
     for from_, to in pairs:
@@ -287,7 +287,7 @@ def test_an_error_of_the_callback_ends_the_prefill(tiny: Llama) -> None:
     assert np.isnan(cache.read(2, 20)).all()
 
 
-def test_only_the_tables_blocks_are_written(tiny: Llama) -> None:
+def test_only_blocks_of_the_table_are_written(tiny: Llama) -> None:
     memory = pool_of(TINY, 9, 8, "float32")
     tiny.forward(prompt_of(20), PagedCache(memory, [7, 0, 4]))
     written = ~np.isnan(memory).any(axis=(4, 5))
@@ -344,7 +344,7 @@ def test_cache_rejects(make: Callable[[], PagedCache], message: str) -> None:
         make()
 
 
-def test_model_rejects_what_it_cannot_run(tiny: Llama) -> None:
+def test_model_rejects_unusable_input(tiny: Llama) -> None:
     cache = random_cache(TINY, 16, seed=0)
     with pytest.raises(ValueError, match="no tokens"):
         tiny.forward([], cache)
@@ -372,7 +372,7 @@ def test_generate_ends_with_a_stop_token_or_the_last_allowed_one(tiny: Llama) ->
     assert tokens(max_tokens=0) == []
 
 
-def test_generate_computes_only_what_is_asked_for(tiny: Llama) -> None:
+def test_generate_computes_requested_tokens_only(tiny: Llama) -> None:
     cache = random_cache(TINY, 40, seed=0)
     steps = generate(tiny, prompt_of(9), cache, max_tokens=10)
     next(steps)
@@ -395,7 +395,7 @@ def assert_same_bits(arrays: Any, expected: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def letters() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
     """A tokenizer with a token for every byte, some merges, and two special tokens."""
     merges = ("h e", "Ġ t", "Ġt he", "l l", "e ll", "Ġ Ġ", "Ã ©")
     alphabet = tuple(byte_alphabet().values())
@@ -454,43 +454,43 @@ def test_byte_alphabet_is_one_printable_character_per_byte() -> None:
     assert (alphabet[ord("A")], alphabet[ord(" ")], alphabet[ord("\n")]) == ("A", "Ġ", "Ċ")
 
 
-def test_best_ranked_pairs_are_merged_first(letters: Tokenizer) -> None:
-    spelled = [letters.token_bytes(token) for token in letters.encode("hello the  é")]
+def test_best_ranked_pairs_are_merged_first(byte_tokenizer: Tokenizer) -> None:
+    spelled = [byte_tokenizer.token_bytes(token) for token in byte_tokenizer.encode("hello the  é")]
     assert spelled == [b"he", b"ll", b"o", b" the", b" ", b" ", b"\xc3\xa9"]
 
 
-def test_special_tokens_are_one_id_and_cut_words(letters: Tokenizer) -> None:
-    ids = letters.encode("h<|im_end|>e<|im_end")
+def test_special_tokens_are_one_id_and_cut_words(byte_tokenizer: Tokenizer) -> None:
+    ids = byte_tokenizer.encode("h<|im_end|>e<|im_end")
     assert ids[1] == 1
-    assert letters.is_special(ids[1])
-    assert not letters.is_special(ids[0])
-    assert [letters.token_bytes(token) for token in ids[:3]] == [b"h", b"<|im_end|>", b"e"]
+    assert byte_tokenizer.is_special(ids[1])
+    assert not byte_tokenizer.is_special(ids[0])
+    assert [byte_tokenizer.token_bytes(token) for token in ids[:3]] == [b"h", b"<|im_end|>", b"e"]
 
 
-def test_text_survives_encoding(letters: Tokenizer) -> None:
+def test_text_survives_encoding(byte_tokenizer: Tokenizer) -> None:
     for text in random_texts(1, 400):
-        assert letters.decode(letters.encode(text)) == text
+        assert byte_tokenizer.decode(byte_tokenizer.encode(text)) == text
 
 
-def test_streamed_text_is_the_text_of_all(letters: Tokenizer) -> None:
+def test_streamed_text_is_the_text_of_all(byte_tokenizer: Tokenizer) -> None:
     numbers = random.Random(0)
     for _ in range(300):
         ids = [numbers.randrange(265) for _ in range(numbers.randrange(30))]  # mostly not UTF-8
-        stream = TextStream(letters)
-        assert "".join(map(stream.feed, ids)) + stream.finish() == letters.decode(ids)
+        stream = TextStream(byte_tokenizer)
+        assert "".join(map(stream.feed, ids)) + stream.finish() == byte_tokenizer.decode(ids)
 
 
-def test_streamed_characters_appear_whole(letters: Tokenizer) -> None:
-    stream = TextStream(letters)
-    assert [stream.feed(token) for token in letters.encode("a😀")] == ["a", "", "", "", "😀"]
-    stream.feed(letters.encode("😀")[0])
+def test_streamed_characters_appear_whole(byte_tokenizer: Tokenizer) -> None:
+    stream = TextStream(byte_tokenizer)
+    assert [stream.feed(token) for token in byte_tokenizer.encode("a😀")] == ["a", "", "", "", "😀"]
+    stream.feed(byte_tokenizer.encode("😀")[0])
     assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("token", [-1, 265])
-def test_unknown_ids_are_errors(letters: Tokenizer, token: int) -> None:
+def test_unknown_ids_are_errors(byte_tokenizer: Tokenizer, token: int) -> None:
     with pytest.raises(IndexError):
-        letters.decode([token])
+        byte_tokenizer.decode([token])
 
 
 def test_a_byte_without_token_is_dropped() -> None:
@@ -594,7 +594,7 @@ def test_damaged_cache_is_made_anew(source: Path, tmp_path: Path, suffix: str, d
     assert_holds(weights.load(source, tmp_path / "cache"), random_tensors())
 
 
-def test_index_of_another_version_is_not_believed(source: Path, tmp_path: Path) -> None:
+def test_index_of_another_version_is_ignored(source: Path, tmp_path: Path) -> None:
     weights.load(source, tmp_path / "cache")
     [index] = (tmp_path / "cache").glob("*.json")
     content = json.loads(index.read_text())

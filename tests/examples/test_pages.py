@@ -10,7 +10,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-#: What the last line of each begins with.
+#: The beginning of the last line of each.
 LAST = {
     "write.py": "sender wrote 8 MiB: as sent",
     "read_windows.py": "100 rows, 100 times: ",
@@ -20,7 +20,7 @@ LAST = {
 
 
 @pytest.mark.parametrize("name", LAST)
-def test_it_runs(name: str) -> None:
+def test_each_example_runs(name: str) -> None:
     if name == "kv_stream.py":
         pytest.importorskip("numpy")
     done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=50)
@@ -30,9 +30,9 @@ def test_it_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAST)
-def test_it_is_a_page(name: str) -> None:
+def test_each_example_fits_a_page(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < 80
 
 
-def test_these_are_all() -> None:
+def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(LAST)

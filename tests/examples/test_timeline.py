@@ -80,7 +80,7 @@ def test_merge_puts_spans_of_processes_on_one_clock() -> None:
 
 
 @pytest.mark.parametrize(("arrived", "exposed"), [(250, 0), (300, 0), (350, 50)])
-def test_exposed_time_is_what_lies_after_the_computation(arrived: int, exposed: int) -> None:
+def test_exposed_time_is_the_time_after_the_computation(arrived: int, exposed: int) -> None:
     timeline = Timeline()
     assert timeline.exposed_ns() is None
     timeline.add("P", Track.COMPUTE, "layer 0", 100, 300)

@@ -41,12 +41,6 @@ class Pair:
                 self.source.memory[start : start + size] = bytes([value + half]) * size
 
 
-async def settle(rounds: int = 20) -> None:
-    """Let everything run that is due."""
-    for _ in range(rounds):
-        await asyncio.sleep(0)
-
-
 @pytest.fixture
 async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     monkeypatch.setattr(sender, "Batch", fake_engine.Batch)

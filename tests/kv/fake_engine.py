@@ -123,7 +123,7 @@ class Peer:
         self.harmless = asyncio.Event()
         self.sent: list[dict[str, Any]] = []
 
-    # ---- what kv uses ----
+    # ---- used by kv ----
 
     async def region(self, name: str) -> RemoteRegion:
         await asyncio.sleep(0)
@@ -163,7 +163,7 @@ class Peer:
     async def fenced(self) -> None:
         await self.harmless.wait()
 
-    # ---- what tests use ----
+    # ---- used by tests ----
 
     def lose(self, *, dead: bool) -> None:
         """Break the connection for this side, or let its peer die."""
@@ -242,6 +242,7 @@ class Engine:
         self.incarnation = f"{name}-{next(_numbers)}"
         self.identity = SimpleNamespace(incarnation=self.incarnation)
         self.on_close = self.close_callbacks = _Callbacks()
+        self.remove_close_callback = self.close_callbacks.remove
         self.regions: dict[str, Region] = {}
         self.peers: list[Peer] = []
         self.handlers: dict[str, Callable[[Peer, dict[str, Any]], dict[str, Any]]] = {}

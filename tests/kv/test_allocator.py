@@ -1,3 +1,5 @@
+"""The block allocator, against a simple model."""
+
 from __future__ import annotations
 
 import pytest

@@ -215,7 +215,7 @@ async def test_no_byte_comes_after_the_fence() -> None:
                     assert (view == 2).all()
 
 
-async def test_what_the_program_loses_comes_back(pools: Pools) -> None:
+async def test_lost_blocks_come_back(pools: Pools) -> None:
     async def lose() -> None:
         blocks, source = await pools.target.reserve(blocks=4), await pools.source.reserve(blocks=4)
         out = await pools.source.open_stream(pools.peer, blocks.ticket())
@@ -233,7 +233,7 @@ async def test_what_the_program_loses_comes_back(pools: Pools) -> None:
     await until(lambda: set(pools.target.engine.regions) == {"kv", "kv.signals"})
 
 
-# ---- what cannot be meant ----
+# ---- invalid calls ----
 
 
 async def test_a_peer_of_another_engine() -> None:
@@ -268,7 +268,7 @@ async def test_a_peer_of_another_engine() -> None:
         ({"blocks": 2, "engine": None}, "engine"),
     ],
 )
-async def test_pools_that_cannot_be(options: dict[str, Any], word: str) -> None:
+async def test_impossible_pools(options: dict[str, Any], word: str) -> None:
     async with Engine() as engine:
         layout = Layout(layers=1, kv_heads=1, head_dim=8, dtype="uint8", block_tokens=4)
         with pytest.raises(InvalidArgumentError, match=word):

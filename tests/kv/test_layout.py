@@ -1,3 +1,5 @@
+"""Layouts: sizes, dtypes, validation, and rows of batches."""
+
 from __future__ import annotations
 
 import array
@@ -108,7 +110,7 @@ def test_dtypes_of_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [float, int, bool, object(), numpy.dtype("V3"), numpy.dtype(">f4"), 1.5, True, [2]])
-def test_dtypes_that_say_nothing_certain_are_refused(dtype: object) -> None:
+def test_ambiguous_dtypes_are_refused(dtype: object) -> None:
     """Python's own ``float`` is 64 bits wide in numpy and 32 in torch."""
     with pytest.raises(InvalidArgumentError, match="dtype"):
         Layout(1, 1, 1, dtype, 1)

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from passes import settle
 
 from hixl_async.errors import ClosedError, StreamAbortedError
 from hixl_async.kv import Outcome, Pool, Reservation, Verdict
 
-from .conftest import LAYOUT, Pair, settle
+from .conftest import LAYOUT, Pair
 
 
 @contextmanager

@@ -1,7 +1,11 @@
+"""Pools: reservations, closing, tickets, and malformed messages."""
+
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -10,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from passes import settle
 
 from hixl_async.errors import (
     AccessError,
@@ -23,7 +28,7 @@ from hixl_async.errors import (
 )
 from hixl_async.kv import Pool, Verdict
 
-from .conftest import LAYOUT, Pair, settle
+from .conftest import LAYOUT, Pair
 
 NUMBERS = ("version", "pool_blocks", "layers", "slot", "generation")
 NO_TIMES: list[Any] = [0, -1, float("nan"), float("inf"), 10**400, True, "x"]
@@ -40,6 +45,22 @@ async def test_blocks_are_lent_and_return(pair: Pair) -> None:
     assert sorted(blocks.ids) == list(range(16))
     assert blocks.ids != tuple(range(16)), "shuffled"
     await blocks.aclose()
+
+
+async def test_nothing_of_a_pool_can_be_copied(pair: Pair) -> None:
+    """A copy would give the blocks back a second time."""
+    async with pair.target.reserve(blocks=1) as blocks:
+        stream = blocks.stream()
+        for thing in (pair.target, blocks, stream, pair.source.open_stream(pair.to_d, blocks.ticket())):
+            for act in (copy.copy, pickle.dumps):
+                with pytest.raises(TypeError, match="neither pickled nor copied"):
+                    act(thing)
+
+
+async def test_a_closed_pool_leaves_no_callback_behind(pair: Pair) -> None:
+    assert len(pair.d.close_callbacks) == 1
+    await pair.target.aclose()
+    assert not pair.d.close_callbacks
 
 
 async def test_a_reservation_is_entered_once(pair: Pair) -> None:

@@ -16,7 +16,7 @@ from hixl_async.errors import (
     StreamAbortedError,
     TicketError,
 )
-from hixl_async.kv.protocol import Abort, End, Outcome, Verdict
+from hixl_async.kv.protocol import REASON_CHARACTERS, Abort, End, Open, Outcome, Verdict, parse
 from hixl_async.kv.states import ConsumerState, Phase, ProducerState
 
 LAYERS = 3
@@ -235,7 +235,7 @@ class Streaming(RuleBasedStateMachine):
         if self.consumer.opened:
             self.consumer.fence()
 
-    # ---- what must hold ----
+    # ---- invariants ----
 
     @invariant()
     def one_outcome(self) -> None:
@@ -356,7 +356,7 @@ class TestConsumer:
         outcome, news = state.end(True, "")
         assert (outcome.verdict, news, state.fenced) == (Verdict.TIMEOUT, [], True)
 
-    def test_a_complete_end_lands_what_is_missing(self) -> None:
+    def test_a_complete_end_lands_missing_layers(self) -> None:
         state = opened()
         state.land([1])
         assert state.end(True, "") == (Outcome(Verdict.FINISHED), [0, 2])
@@ -394,7 +394,7 @@ class TestProducer:
         with pytest.raises(ClosedError, match="opened once"):
             state.begin()
 
-    def test_closing_aborts_what_lacks_layers(self) -> None:
+    def test_closing_aborts_streams_without_all_layers(self) -> None:
         state = producing(2)
         state.push(0)
         assert state.needs_pushes
@@ -408,7 +408,7 @@ class TestProducer:
         assert not complete.close()
         assert complete.stopping is None
 
-    def test_a_program_that_gave_up_waits_no_longer(self) -> None:
+    def test_after_giving_up_nothing_waits(self) -> None:
         state = producing(1)
         state.abort("x")
         assert state.conclude()
@@ -444,3 +444,15 @@ class TestProducer:
         state.answer(Outcome(Verdict.FINISHED))
         state.abort("late")
         assert state.outcome == Outcome(Verdict.FINISHED)
+
+
+def test_reasons_of_the_other_side_can_neither_forge_a_line_nor_control_a_terminal() -> None:
+    reason = "bad\nWARNING forged\x1b[2J\r\u202e" + 500 * "x"
+    for message in (
+        parse({"say": "abort", "id": "1", "reason": reason}),
+        parse({"say": "end", "id": "1", "complete": False, "reason": reason}),
+        Outcome.parse({"outcome": "aborted", "reason": reason}),
+    ):
+        assert not isinstance(message, Open)
+        assert message.reason.startswith("bad?WARNING forged?[2J??xxx")
+        assert len(message.reason) == REASON_CHARACTERS

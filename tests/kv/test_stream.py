@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
+from passes import settle
 
 from hixl_async.errors import (
     BusyError,
@@ -24,7 +25,7 @@ from hixl_async.errors import (
 )
 from hixl_async.kv import LayerBlocks, Layout, Pool, Verdict, sender
 
-from .conftest import LAYOUT, Pair, settle
+from .conftest import LAYOUT, Pair
 
 
 async def collect(stream: Any) -> list[int]:
@@ -369,7 +370,7 @@ async def test_an_abort_while_the_producer_opens(pair: Pair) -> None:
         await blocks.fenced()
 
 
-async def test_cancelling_the_opening_fences_what_may_have_been_granted(pair: Pair) -> None:
+async def test_cancelling_the_opening_fences_possibly_granted_blocks(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks:
         pair.to_p.running = False
         opening = asyncio.ensure_future(pair.source.open_stream(pair.to_d, blocks.ticket()))
@@ -470,7 +471,7 @@ async def test_progress_renews_the_stall(pair: Pair) -> None:
         await blocks.stream().finished()
 
 
-async def test_a_late_stall_timer_looks_at_the_words_first(pair: Pair) -> None:
+async def test_a_late_stall_timer_reads_the_words_first(pair: Pair) -> None:
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         ticket = blocks.ticket(stall=0.05)

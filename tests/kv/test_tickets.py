@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from passes import settle
 
 from hixl_async.errors import StreamAbortedError, TicketError
 from hixl_async.kv import Ticket, Verdict
 
-from .conftest import LAYOUT, Pair, settle
+from .conftest import LAYOUT, Pair
 
 #: Ways to change one field, by its name; each keeps the ticket well-formed where that is possible.
 CHANGES: dict[str, Callable[[Any], st.SearchStrategy[Any]]] = {
@@ -55,7 +56,7 @@ async def test_a_changed_ticket_is_refused_and_nothing_is_written(pair: Pair, fi
     assert pair.target.statistics() == (16, 0, 0, 0)
 
 
-async def test_both_sides_hear_of_a_changed_block_list(pair: Pair) -> None:
+async def test_both_sides_are_told_of_a_changed_block_list(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.target.reserve(blocks=2) as others:
         ticket = {**blocks.ticket(), "blocks": list(others.ids)}
         with pytest.raises(TicketError, match="not the one that was issued"):

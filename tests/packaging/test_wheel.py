@@ -112,8 +112,8 @@ def test_every_driver_can_be_loaded(python: Path, tmp_path: Path) -> None:
     assert succeeded(run(python, "-I", "-c", code, cwd=tmp_path)).split() == ["faulty=None", "hixl=None", "shm=None"]
 
 
-def test_it_holds_what_the_package_is_made_of(wheel: Path, python: Path) -> None:
-    """All modules and stubs, the headers for drivers of other packages, and no file that was left behind."""
+def test_it_holds_all_files_of_the_package(wheel: Path, python: Path) -> None:
+    """All modules and stubs, the headers for drivers of other packages, and no leftover file."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
     package = ROOT / "hixl_async"
@@ -131,7 +131,7 @@ def test_it_holds_what_the_package_is_made_of(wheel: Path, python: Path) -> None
     assert names == wanted | extensions
 
 
-def test_its_name_says_what_it_runs_on(wheel: Path, python: Path) -> None:
+def test_its_name_states_its_platform(wheel: Path, python: Path) -> None:
     """A wheel that another machine may install is named after the glibc that it needs."""
     code = "import sys; print('cp%d%d' % sys.version_info[:2])"
     tag = succeeded(run(python, "-I", "-c", code, cwd=wheel.parent)).strip()

@@ -1,7 +1,7 @@
-"""What engines should do, in plain bytes.
+"""The expected behaviour of engines, in plain bytes.
 
-Memory is seen in cells.  While a flight may touch a cell nothing is known about it, and no other flight is sent there; after a
-success it holds what was sent, after a failure or a cancellation nothing is known until the next success.
+Memory is divided into cells.  While a transfer may touch a cell its contents are unknown, and no other transfer uses it.
+After a success it holds what was sent; after a failure or a cancellation its contents are unknown until the next success.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CELLS, CELL = 6, 96
 
 @dataclass(eq=False)
 class Memory:
-    """A region and what it should hold; None: nobody knows."""
+    """A region and its expected contents; None: unknown."""
 
     region: Region
     cells: list[bytes | None]
@@ -32,12 +32,12 @@ class Memory:
         return [cell for cell in range(CELLS) if not self.busy[cell]]
 
     def forget(self, cells: list[int]) -> None:
-        """Something failed there."""
+        """Mark cells as unknown, because a transfer of them failed."""
         for cell in cells:
             self.cells[cell] = None
 
     def check(self) -> None:
-        """Compares what is known with what is there."""
+        """Compare the known contents with the actual ones."""
         view = memoryview(self.region)
         for cell in self.free():
             if self.cells[cell] is not None:
@@ -46,14 +46,14 @@ class Memory:
 
 
 @dataclass(eq=False)
-class Flight:
-    """A transfer, the cells that it may touch, and what comes of it."""
+class Operation:
+    """A transfer, the cells that it may touch, and its outcome."""
 
     transfer: Transfer
     verb: str
     #: (local, its cell, target, its cell), one for each descriptor.
     moves: list[tuple[Memory, int, Memory, int]]
-    #: What lies in the source cells.
+    #: The contents of the source cells.
     data: list[bytes | None]
     #: The number that its notification carries.
     note: int | None
@@ -65,7 +65,7 @@ class Flight:
             target.busy[there] += 1
 
     def resolve(self) -> None:
-        """The outcome is known."""
+        """Update the cells, because the outcome is known."""
         self.resolved = True
         succeeded = not self.transfer.cancelled() and self.transfer.exception() is None
         if succeeded:
@@ -77,7 +77,7 @@ class Flight:
                 local.cells[here] = data if succeeded else None
 
     def end(self) -> None:
-        """Nothing of it touches memory any more."""
+        """Free the cells, because it touches no memory any more."""
         for local, here, target, there in self.moves:
             local.busy[here] -= 1
             target.busy[there] -= 1
@@ -94,5 +94,5 @@ class Import:
 
 
 def pattern(number: int) -> bytes:
-    """A cell's worth of bytes that no other number gives."""
+    """Return a cell's worth of bytes that no other number gives."""
     return (number.to_bytes(8, "big") * (CELL // 8 + 1))[:CELL]

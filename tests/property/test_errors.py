@@ -62,7 +62,7 @@ def test_no_error_is_private() -> None:
 
 @dataclass
 class Call:
-    """One call, what it would change, and what it raised."""
+    """A call, the memory that it would change, and the error that it raised."""
 
     number: int
     what: str
@@ -76,7 +76,7 @@ class Call:
 
     @contextlib.contextmanager
     def catching(self) -> Any:
-        """Take note of what is raised."""
+        """Record what is raised."""
         try:
             yield
         except BaseExceptionGroup as group:
@@ -85,7 +85,7 @@ class Call:
             self.raised.append(error)
 
     def check(self, heard: set[int]) -> None:
-        """Compare what it raised with what is there."""
+        """Compare what it raised with what happened to the memory."""
         changed = any(bytes(view) != before for view, before in self.targets)
         for error in self.raised:
             if isinstance(error, asyncio.CancelledError):  # of a member of a group; what failed is among the errors
@@ -121,7 +121,7 @@ class Program:
         return [(self.views[side][cell], bytes(self.views[side][cell])) for cell in cells]
 
     def begin(self, what: str, timeout: float | None) -> None:
-        """Make one call; what it starts goes on while others are made."""
+        """Start one call; it goes on while others are made."""
         call = Call(self.made, what)
         self.made += 1
         self.calls.append(call)
@@ -311,7 +311,7 @@ faults = st.tuples(
 @given(
     wanted=st.lists(steps, min_size=1, max_size=CALLS), planned=st.lists(faults, max_size=3), seed=st.integers(0, 99)
 )
-def test_the_class_of_an_error_tells_what_was_touched(
+def test_the_class_of_an_error_tells_whether_memory_was_touched(
     loop: str, wanted: list[Any], planned: list[Any], seed: int
 ) -> None:
     plan = FaultPlan(seed)

@@ -43,7 +43,7 @@ from hixl_async import (
 )
 from hixl_async.testing import BalanceSheet, FaultPlan, faulty, until
 
-from .model import CELL, CELLS, Flight, Import, Memory, pattern
+from .model import CELL, CELLS, Import, Memory, Operation, pattern
 
 P = ParamSpec("P")
 
@@ -51,7 +51,7 @@ LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 NAMES = ("a", "b", "c")
 ENGINES = st.integers(0, len(NAMES) - 1)
 PICK = st.integers(0, 1 << 16)
-#: What new work may be refused with, while ends and faults are about.
+#: The errors that may refuse new work while connections end and faults occur.
 REFUSED = (BusyError, PeerDownError, StaleRegionError, ClosedError)
 #: Rules that a plan has room for.
 PLANNED = 64
@@ -73,7 +73,7 @@ def on_loop(
 class Machine(RuleBasedStateMachine):
     """The rules; drivers come with the subclasses."""
 
-    #: How many programs have run, and how many of each kind of step.
+    #: The number of programs that have run.
     programs: ClassVar[int] = 0
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         self.locals: list[Memory] = []
         self.owned: list[dict[str, Memory]] = [{} for _ in NAMES]
         self.imports: list[Import] = []
-        self.flights: list[Flight] = []
+        self.operations: list[Operation] = []
         self.expected: dict[int, str] = {}  # notifications, by number: "perhaps", "surely", "never"
         self.receivers: dict[int, Engine] = {}
         self.number = 0
@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
     @rule(which=ENGINES)
     @on_loop
     async def reopen(self, which: int) -> None:
-        """Closes an engine with everything that it does, and opens a new one."""
+        """Close an engine with everything that it does, and open a new one."""
         await self._close(which)
         self.engines[which], self.locals[which] = await self._open(which)
 
@@ -163,10 +163,10 @@ class Machine(RuleBasedStateMachine):
     @on_loop
     async def close_peer(self, one: int, pick: int) -> None:
         if (peer := self._peer(one, pick)) is not None:
-            for flight in self.flights:
-                # What is on its way to one who leaves meets nobody, if it comes after the last look into the queue.
-                if flight.note is not None and self.receivers.get(flight.note) is self.engines[one]:
-                    del self.receivers[flight.note]
+            for operation in self.operations:
+                # A notification to a leaving peer is lost if it arrives after the last look into the queue.
+                if operation.note is not None and self.receivers.get(operation.note) is self.engines[one]:
+                    del self.receivers[operation.note]
             async with self._releasing():
                 await peer.aclose()
 
@@ -183,7 +183,7 @@ class Machine(RuleBasedStateMachine):
         self.owned[owner][name] = Memory.of(region, self.unique())
 
     async def _import(self, pick: int) -> Import | None:
-        """Some engine's view of some region of another; connects and imports what it needs for that.
+        """Return some engine's view of some region of another; connect and import what that needs.
 
         None if it met the end of a connection whose link was broken.
         """
@@ -213,11 +213,11 @@ class Machine(RuleBasedStateMachine):
         memory = self.owned[owner].pop(names[pick % len(names)])
         async with self._releasing():
             await memory.region.aclose()
-            await until(lambda: memory.region.pins == 0 or self._somebody_is_lost(), timeout=20)
+            await until(lambda: memory.region.pins == 0 or self._a_peer_is_lost(), timeout=20)
         await self._settle()
 
-    def _somebody_is_lost(self) -> bool:
-        """Peers that were lost without a goodbye may hold memory, since nobody can know."""
+    def _a_peer_is_lost(self) -> bool:
+        """True if a peer was lost without a goodbye, because it may still hold memory."""
         return any(peer.state is PeerState.DOWN for engine in self.engines for peer in engine._peers)
 
     # -- work
@@ -225,7 +225,7 @@ class Machine(RuleBasedStateMachine):
     @rule(pick=PICK, verb=st.sampled_from(["read", "write"]), count=st.integers(1, 4), notify=st.booleans())
     @on_loop
     async def transfer(self, pick: int, verb: str, count: int, notify: bool) -> None:
-        """One descriptor, or a batch of several."""
+        """Transfer one descriptor, or a batch of several."""
         await self._transfer(pick, verb, count, notify)
 
     @rule(pick=PICK, verb=st.sampled_from(["read", "write"]), timeout=st.sampled_from([0.001, 0.02]))
@@ -249,7 +249,7 @@ class Machine(RuleBasedStateMachine):
         note = None
         if notify:
             note = self.unique()
-            options["notify"] = ("flights", note.to_bytes(8, "big"))
+            options["notify"] = ("operations", note.to_bytes(8, "big"))
         parts = [(local.region[cut(left)], chosen.remote[cut(right)]) for _, left, _, right in moves]
         with contextlib.suppress(*REFUSED):
             if len(parts) > 1:
@@ -258,19 +258,19 @@ class Machine(RuleBasedStateMachine):
                 transfer = engine.write(*parts[0], **options)
             else:
                 transfer = engine.read(*parts[0], **options)
-            self._launched(Flight(transfer, verb, moves, data, note), self.engines[chosen.owner])
+            self._launched(Operation(transfer, verb, moves, data, note), self.engines[chosen.owner])
 
-    def _launched(self, flight: Flight, receiver: Engine) -> None:
-        flight.begin()
-        self.flights.append(flight)
-        if flight.note is not None:
-            self.expected[flight.note] = "perhaps"
-            self.receivers[flight.note] = receiver
+    def _launched(self, operation: Operation, receiver: Engine) -> None:
+        operation.begin()
+        self.operations.append(operation)
+        if operation.note is not None:
+            self.expected[operation.note] = "perhaps"
+            self.receivers[operation.note] = receiver
 
     @rule(pick=PICK, verb=st.sampled_from(["read", "write"]))
     @on_loop
     async def many_transfers(self, pick: int, verb: str) -> None:
-        """To everybody, before any of them is looked at."""
+        """Transfer to all engines before any outcome is looked at."""
         for further in range(4):
             await self._transfer(pick + further, verb, 2, bool(further % 2))
 
@@ -280,9 +280,9 @@ class Machine(RuleBasedStateMachine):
         if (peer := self._peer(one, pick)) is not None:
             note = self.unique()
             with contextlib.suppress(*REFUSED):
-                transfer = self.engines[one].notify(peer, "flights", note.to_bytes(8, "big"))
+                transfer = self.engines[one].notify(peer, "operations", note.to_bytes(8, "big"))
                 receiver = next(e for e in self.engines if e.incarnation == peer.identity.incarnation)
-                self._launched(Flight(transfer, "note", [], [], note), receiver)
+                self._launched(Operation(transfer, "note", [], [], note), receiver)
 
     @rule(one=ENGINES, pick=PICK)
     @on_loop
@@ -294,7 +294,7 @@ class Machine(RuleBasedStateMachine):
     @rule(pick=PICK, count=st.integers(1, 3))
     @on_loop
     async def group(self, pick: int, count: int) -> None:
-        """Several writes; when it is left all have ended, and their memory is free."""
+        """Write several times in a group; when it is left, all have ended and their memory is free."""
         chosen = await self._import(pick)
         if chosen is None:
             return
@@ -314,7 +314,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextlib.asynccontextmanager
     async def _releasing(self) -> AsyncIterator[None]:
-        """Whatever is held meanwhile would hold up the end of it."""
+        """Release, meanwhile, whatever is held, because it would delay the end."""
 
         async def release() -> None:
             while True:
@@ -330,16 +330,16 @@ class Machine(RuleBasedStateMachine):
     @rule(pick=PICK)
     @on_loop
     async def cancel(self, pick: int) -> None:
-        flying = [flight.transfer for flight in self.flights if not flight.transfer.done()]
-        if flying:
-            chosen: Transfer = flying[pick % len(flying)]
+        running = [operation.transfer for operation in self.operations if not operation.transfer.done()]
+        if running:
+            chosen: Transfer = running[pick % len(running)]
             assert chosen.cancel()
             assert not chosen.cancel()
 
     @rule(pick=PICK, wrong=st.sampled_from(["range", "length", "stale"]))
     @on_loop
     async def mistake(self, pick: int, wrong: str) -> None:
-        """Is refused, and changes nothing."""
+        """Make a mistake, which is refused and changes nothing."""
         if not self.imports:
             return
         chosen = self.imports[pick % len(self.imports)]
@@ -358,30 +358,30 @@ class Machine(RuleBasedStateMachine):
     @rule()
     @on_loop
     async def wait(self) -> None:
-        """Lets things happen."""
+        """Let things happen."""
         await self._settle()
 
     async def _settle(self) -> None:
-        flying = [flight.transfer for flight in self.flights if not flight.transfer.done()]
-        if flying:
-            await asyncio.wait(flying, timeout=0.01)
+        running = [operation.transfer for operation in self.operations if not operation.transfer.done()]
+        if running:
+            await asyncio.wait(running, timeout=0.01)
         await asyncio.sleep(0)
 
     @rule()
     @on_loop
     async def wait_for_all(self) -> None:
-        """Everything that is held is let go, everything ends, and every byte is where it should be."""
+        """Release everything that is held, wait until everything ends, and compare every byte."""
         async with self._releasing():
-            for flight in self.flights:
+            for operation in self.operations:
                 with contextlib.suppress(asyncio.CancelledError, HixlError):
-                    await flight.transfer
-                await flight.transfer.drained()
+                    await operation.transfer
+                await operation.transfer.drained()
         self._update()
-        assert not self.flights
+        assert not self.operations
         await until(lambda: not self._missing(), timeout=20)
 
     def _missing(self) -> list[int]:
-        """Notifications that were sent, and not lost with their receiver or by a broken link."""
+        """Return notifications that were sent, and lost neither with their receiver nor by a broken link."""
         self._take_notes()
         if self.plan.counts.broken:
             return []
@@ -410,25 +410,25 @@ class Machine(RuleBasedStateMachine):
         assert not self.reports, self.reports
 
     def _update(self) -> None:
-        for flight in list(self.flights):
-            transfer = flight.transfer
-            if transfer.done() and not flight.resolved:
-                flight.resolve()
-                event(f"{flight.verb}: {outcome(transfer)}")
-                if flight.note in self.expected and not transfer.cancelled():
+        for operation in list(self.operations):
+            transfer = operation.transfer
+            if transfer.done() and not operation.resolved:
+                operation.resolve()
+                event(f"{operation.verb}: {outcome(transfer)}")
+                if operation.note in self.expected and not transfer.cancelled():
                     error = transfer.exception()
-                    # What a broken link gave up may still land late, and with it what follows it.
+                    # Work that a broken link gave up may still land late, and with it what follows it.
                     if not isinstance(error, PeerLostError):
-                        self.expected[flight.note] = "never" if error else "surely"
-            if flight.resolved and transfer.drained().done():
-                flight.end()
-                self.flights.remove(flight)
+                        self.expected[operation.note] = "never" if error else "surely"
+            if operation.resolved and transfer.drained().done():
+                operation.end()
+                self.operations.remove(operation)
 
     def _take_notes(self) -> None:
         for engine in self.engines:
             if engine.closed:
                 continue
-            with contextlib.closing(engine.notifications("flights")) as notes:
+            with contextlib.closing(engine.notifications("operations")) as notes:
                 while (note := notes.get_nowait()) is not None:
                     number = int.from_bytes(note.payload, "big")
                     assert number in self.expected, f"note {number} was never sent, or came twice"
@@ -448,7 +448,7 @@ class Machine(RuleBasedStateMachine):
                 self._abandon()
             self.runner.close()
         assert not self.reports, self.reports
-        for kept in (self.flights, self.imports, self.locals, self.owned, self.engines):
+        for kept in (self.operations, self.imports, self.locals, self.owned, self.engines):
             kept.clear()  # type: ignore[attr-defined]
         self.sheet.settle_blocking(5)
 
@@ -459,30 +459,30 @@ class Machine(RuleBasedStateMachine):
 
     @on_loop
     async def _abandon(self) -> None:
-        """After a failure: so that the next program starts clean."""
+        """Clean up after a failure, so that the next program starts afresh."""
         self.plan.release()
         for engine in self.engines:
             await engine.aclose()
 
 
 def outcome(transfer: Transfer) -> str:
-    """In a word."""
+    """Return the outcome in a word."""
     if transfer.cancelled():
         return "cancelled"
     return type(transfer.exception()).__name__ if transfer.exception() else "done"
 
 
 def cut(cell: int) -> slice:
-    """The bytes of a cell."""
+    """Return the bytes of a cell."""
     return slice(cell * CELL, (cell + 1) * CELL)
 
 
 class Shm(Machine):
-    """On shared memory as it is."""
+    """Engines on shared memory as it is."""
 
 
 class FaultyShm(Machine):
-    """On shared memory with faults of all kinds."""
+    """Engines on shared memory with faults of all kinds."""
 
     def _drivers(self) -> dict[str, Any]:
         return dict(faulty("shm", self.plan, **self.options))
@@ -496,7 +496,7 @@ class FaultyShm(Machine):
         )
     )
     def fault(self, faults: list[tuple[str, Any, int]]) -> None:
-        """Some of the next operations go wrong."""
+        """Make some of the next operations fail."""
         for fault, verb, nth in faults:
             event(f"fault: {fault}")
             if fault == "reorder":
@@ -512,7 +512,7 @@ class FaultyShm(Machine):
 
 
 def run_programs(machine: type[Machine], count: int) -> None:
-    """Runs that many, and shrinks the first that fails."""
+    """Run that many, and shrink the first that fails."""
     machine.programs = 0
     run_state_machine_as_test(
         machine,
@@ -534,12 +534,12 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("machine", [Shm, FaultyShm])
-def test_programs(machine: type[Machine]) -> None:
+def test_random_programs(machine: type[Machine]) -> None:
     run_programs(machine, 100)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("machine", [Shm, FaultyShm])
-def test_many_programs(machine: type[Machine]) -> None:
+def test_many_random_programs(machine: type[Machine]) -> None:
     run_programs(machine, 2000)

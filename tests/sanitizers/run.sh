@@ -1,9 +1,9 @@
 #!/bin/sh
-# Builds core and drivers with a sanitizer of gcc, beside the usual build, and runs the driver and core tests on them:
+# Build core and drivers with a sanitizer of gcc, beside the usual build, and run the driver and core tests on them:
 #
 #   PYTHON=.venv/bin/python tests/sanitizers/run.sh address|thread [pytest arguments]
 #
-# `make asan` and `make tsan` call it.  It fails if a test fails, or if any process of the run had something to report.
+# `make asan` and `make tsan` call it.  It fails if a test fails, or if any process of the run has a report.
 set -eu
 cd "$(dirname "$0")/../.."
 
@@ -28,13 +28,13 @@ test -f "$LD_PRELOAD" || { echo "gcc has no $runtime; on Debian: apt-get install
 # So that it finds what throws exceptions; libraries that use it come later.
 LD_PRELOAD="$LD_PRELOAD $(gcc -print-file-name=libstdc++.so.6)"
 
-# Reports go into files: pytest would swallow those of tests that pass, and a child's exit code may be nobody's business.
+# Reports go into files, because pytest hides those of tests that pass, and a child's exit code may not be checked.
 log=$PWD/$build/reports/report
 export LD_PRELOAD
 export PYTHONPATH="$build/lib"
 export PYTHONMALLOC=malloc # else Python's own allocator hides what happens to small blocks
 export PYTHONDONTWRITEBYTECODE=1
-# Python leaks on purpose at its end, so leaks are the business of the tests' balance sheets.
+# Python leaks on purpose at its end, so leaks are left to the tests' balance sheets.
 export ASAN_OPTIONS="detect_leaks=0:log_path='$log'"
 export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:log_path='$log'"
 export TSAN_OPTIONS="second_deadlock_stack=1:history_size=4:suppressions='$PWD/tests/sanitizers/thread.supp':log_path='$log'"

@@ -32,7 +32,7 @@ async def answer(send: Send, status: int, body: dict[str, Any]) -> None:
 
 
 class Right:
-    """GET /SLOT writes this worker's process id there, and says how much it has moved meanwhile."""
+    """A server that writes its process id into SLOT on GET /SLOT, and returns how much it has moved meanwhile."""
 
     def __init__(self) -> None:
         self.engine: hx.Engine | None = None
@@ -61,7 +61,7 @@ class Right:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def keep_moving(self) -> None:
-        """Reads all of it over and over: large enough to run on copy threads while requests are served."""
+        """Read all of it over and over: large enough to run on copy threads while requests are served."""
         assert self.engine is not None
         window = bytearray(len(self.remote))
         while True:
@@ -73,7 +73,7 @@ right = Right()
 
 
 class Wrong:
-    """Opens its engine at import, and finds out in its workers."""
+    """A server that opens its engine at import, which fails in its workers."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -98,13 +98,13 @@ class Wrong:
                 await answer(send, 200, {"pid": os.getpid()})
 
     async def finish(self) -> None:
-        """In the master, when its workers are gone."""
+        """Close the engine in the master, when its workers are gone."""
         await self.engine.write(b"the end.", self.remote[:8])
         await self.engine.aclose()
 
 
 def __getattr__(name: str) -> Any:
-    """`wrong` is made when the server asks for it, and so only where it is meant to be."""
+    """Make `wrong` when the server asks for it, and so only where it is intended."""
     if name == "wrong":
         globals()[name] = Wrong()
         return globals()[name]

@@ -1,4 +1,4 @@
-"""Engines and fork(): the child is told, the parent notices nothing, and nobody keeps what belongs to the other."""
+"""fork(): the child's calls are refused, the parent is not disturbed, and neither keeps what belongs to the other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGE = 32 << 20
 
 
 class Child:
-    """A forked child that does one thing, tells what came of it, and then waits to be let go."""
+    """A forked child that does one thing, reports the result, and then waits to be released."""
 
     def __init__(self, action: Callable[[], object]) -> None:
         reader, told = os.pipe()
@@ -55,7 +55,7 @@ class Child:
         self._reader = reader
 
     async def said(self) -> str:
-        """What came of it."""
+        """Return the result."""
         parts = []
         while part := await asyncio.to_thread(os.read, self._reader, 1 << 16):
             parts.append(part)
@@ -63,7 +63,7 @@ class Child:
         return b"".join(parts).decode()
 
     def leave(self) -> None:
-        """Lets it end."""
+        """Let the child end."""
         os.close(self._leash)
         assert os.waitpid(self.pid, 0)[1] == 0
 
@@ -101,7 +101,7 @@ def outcome(call: Callable[[], object]) -> str:
     return f"{result!r}"
 
 
-# ---- the child is told -----------------------------------------------------------------------------------------------
+# ---- the child's calls are refused -----------------------------------------------------------------------------------
 
 
 async def test_calls_of_the_child_raise_with_the_remedy() -> None:
@@ -136,7 +136,7 @@ async def test_calls_of_the_child_raise_with_the_remedy() -> None:
 
 
 async def test_the_child_may_ask_about_and_close_what_it_cannot_use() -> None:
-    """Cleaning up in the child, as `async with` and atexit handlers do, is no error, and does nothing to the parent."""
+    """Cleaning up in the child, as `async with` and atexit handlers do, is allowed, and does nothing to the parent."""
     async with connected() as (engine, process, peer, remote):
         local = engine.allocate("local", 4096)
         local.numpy()[:] = 7
@@ -153,18 +153,18 @@ async def test_the_child_may_ask_about_and_close_what_it_cannot_use() -> None:
         assert await process.peek("kv", 0, 5) == b"\7\7\7\7\0"
 
 
-# ---- the parent notices nothing --------------------------------------------------------------------------------------
+# ---- the parent is not disturbed -------------------------------------------------------------------------------------
 
 
 async def test_transfers_of_the_parent_go_on() -> None:
     async with connected(LARGE) as (engine, _, _, remote):
         local = engine.allocate("local", LARGE)
         local.numpy("uint32")[:] = range(LARGE // 4)
-        flights = [engine.write(local[: LARGE // 2], remote[: LARGE // 2]) for _ in range(4)]
+        transfers = [engine.write(local[: LARGE // 2], remote[: LARGE // 2]) for _ in range(4)]
         rest = engine.write(local[LARGE // 2 :], remote[LARGE // 2 :], notify=("done", b""))
         async with child(lambda: outcome(lambda: engine.write(local[:8], remote[:8]))) as forked:
             assert await forked.said() == "EngineForkedError"
-            assert await asyncio.gather(*flights, rest) == [LARGE // 2] * 5
+            assert await asyncio.gather(*transfers, rest) == [LARGE // 2] * 5
         back = bytearray(LARGE)
         await engine.read(back, remote)
         assert back == bytes(local)
@@ -199,7 +199,7 @@ def test_a_child_that_ends_as_any_program_does(tmp_path: Path) -> None:
     ]
 
 
-# ---- nobody keeps what belongs to the other --------------------------------------------------------------------------
+# ---- neither keeps what belongs to the other -------------------------------------------------------------------------
 
 
 async def test_the_child_holds_no_port_and_no_connection() -> None:
@@ -236,7 +236,7 @@ async def test_the_child_keeps_no_descriptor_of_the_engine() -> None:
 
 
 async def test_the_child_maps_no_memory_of_a_peer() -> None:
-    """It could write there without anybody's leave; its own copies of the parent's regions are another matter."""
+    """It could write there without permission; its own copies of the parent's regions are not covered."""
     async with connected(1 << 20) as (engine, process, _, remote):
         await engine.write(b"12345678", remote[:8])
         theirs = mapped(f"/proc/{process.pid}/maps")
@@ -291,11 +291,11 @@ async def test_parent_and_child_are_peers_like_any_others() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _tracker() -> None:
-    """Starts the helper process of multiprocessing, which stays, before a test counts what is there."""
+    """Start the helper process of multiprocessing, which stays, before a test counts what is there."""
     resource_tracker.ensure_running()
 
 
-#: What children made by fork find in their copy of this module.
+#: Objects that children made by fork find in their copy of this module.
 inherited: list[Any] = []
 
 
@@ -315,7 +315,7 @@ def write_to(results: Any, address: str) -> None:
 
 
 async def run(context: Any, target: Callable[..., None], *arguments: Any) -> str:
-    """What a multiprocessing child sent."""
+    """Return what a multiprocessing child sent."""
     ours, theirs = context.Pipe()
     with ours, theirs:
         process = context.Process(target=target, args=(theirs, *arguments))

@@ -22,7 +22,7 @@ from hixl_async.testing import PeerProcess, peer_process
 HERE = Path(__file__).parent
 REGION = 8 << 20
 
-#: Whose loop is what matters here is the server's.
+#: The loop that matters here is the server's.
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 UVICORN = ("-m", "uvicorn", "--workers", "2", "--port", "0", "--app-dir", str(HERE))
@@ -55,7 +55,7 @@ class Server:
         self.port = 0
 
     async def follow(self, ready: asyncio.Event) -> None:
-        """Reads the log to its end."""
+        """Read the log to its end."""
         assert self.process.stderr is not None
         while line := (await self.process.stderr.readline()).decode():
             self.log += line
@@ -66,7 +66,7 @@ class Server:
         ready.set()
 
     async def listening(self) -> None:
-        """Waits for the first worker: only they listen at the port that uvicorn names."""
+        """Wait for the first worker: only they listen at the port that uvicorn names."""
         while True:
             with contextlib.suppress(ConnectionRefusedError):
                 _, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -77,7 +77,7 @@ class Server:
             await asyncio.sleep(0.01)
 
     def get(self, path: str) -> tuple[int, Any]:
-        """Status and body of one request, on a connection of its own, so that any worker may get it."""
+        """Return status and body of one request, on a connection of its own, so that any worker may get it."""
         client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             client.request("GET", path)
@@ -123,7 +123,7 @@ async def serving(command: Sequence[str], application: str, peer: PeerProcess) -
 
 
 async def two_workers(server: Server, path: str = "/0") -> dict[int, Any]:
-    """Asks until both workers have answered; the last answer of each."""
+    """Ask until both workers have answered; return the last answer of each."""
     answers: dict[int, Any] = {}
     while len(answers) < 2:
         for status, body in await server.get_many([path] * 4):
@@ -132,7 +132,7 @@ async def two_workers(server: Server, path: str = "/0") -> dict[int, Any]:
 
 
 def clean(server: Server) -> None:
-    """It ended in good order, and nobody complained."""
+    """Assert that the server ended in good order, without complaints."""
     assert server.process.returncode == 0, server.log
     for word in ("Traceback", "never closed", "ResourceWarning: <Engine"):
         assert word not in server.log, server.log
@@ -198,7 +198,7 @@ async def test_an_engine_that_was_opened_before_the_fork(server: tuple[str, ...]
 
 @each_preloading_server
 async def test_preloading_and_an_engine_in_each_worker(server: tuple[str, ...]) -> None:
-    """What is right without preloading is right with it."""
+    """An application that works without preloading works with it."""
     async with peer_process(regions={"kv": REGION}) as peer:
         async with serving(server, "apps:right", peer) as running:
             assert {status for status, _ in (await two_workers(running)).values()} == {200}

@@ -56,6 +56,6 @@ def open_wrapped(options: int, n: int, sink: int, out: int, error: int, error_le
 
 
 table.open = ctypes.cast(open_wrapped, type(table.open))
-# Who loads this file keeps the capsule's address only; the table must outlive everything.
+# The loader of this file keeps only the capsule's address; the table must outlive everything.
 atexit.register(lambda: (table, open_wrapped, plan))
 DRIVER = new_capsule(ctypes.addressof(table), CAPSULE, None)

@@ -124,7 +124,7 @@ async def test_ignore() -> None:
     os.close(writing)
 
 
-async def test_the_bodys_own_error_is_shown() -> None:
+async def test_an_error_of_the_body_is_raised_unchanged() -> None:
     async def body() -> None:
         async with BalanceSheet():
             body.fds = os.pipe()  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ async def test_the_bodys_own_error_is_shown() -> None:
         os.close(fd)
 
 
-async def test_until() -> None:
+async def test_until_waits_and_times_out() -> None:
     flag: list[int] = []
     asyncio.get_running_loop().call_later(0.01, flag.append, 1)
     await until(lambda: flag)

@@ -1,4 +1,4 @@
-"""Deadlines on a clock that the test moves."""
+"""Timeouts on a clock that the test moves."""
 
 from __future__ import annotations
 

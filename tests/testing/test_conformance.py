@@ -21,7 +21,7 @@ PLANS = {
 }
 
 
-# What does not claim that memory is let go at once, and measures no time.
+# Tests that neither expect memory to be released at once nor measure time.
 SUITE = (
     "engine/test_drained", "engine/test_endings", "engine/test_group", "engine/test_lifecycle", "engine/test_notifications",
     "engine/test_requests", "kv/test_end_to_end", "kv/test_faulty",

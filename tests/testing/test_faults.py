@@ -1,4 +1,4 @@
-"""What the plans do to transfers."""
+"""The effects of fault plans on transfers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def world() -> AsyncIterator[World]:
 # -- an empty plan changes nothing
 
 
-async def test_nothing(world: World) -> None:
+async def test_an_empty_plan_changes_nothing(world: World) -> None:
     assert world.write().done()
     assert await world.read() == 5
     assert world.plan.counts == (2, *(0,) * 13)
@@ -86,7 +86,7 @@ async def test_verbs(world: World) -> None:
     for verb, expected in {"read": "r", "write": "w", "note": "n", "transfer": "rw", "any": "rwn"}.items():
         world.plan.clear().busy(verb=verb)  # type: ignore[arg-type]
         refused = ""
-        for letter, call in (
+        for name, call in (
             ("r", world.read),
             ("w", world.write),
             ("n", lambda: world.pair.left.notify(world.pair.peer, "t")),
@@ -94,7 +94,7 @@ async def test_verbs(world: World) -> None:
             try:
                 call()
             except BusyError:
-                refused += letter
+                refused += name
         assert refused == expected
 
 
@@ -263,7 +263,7 @@ async def test_release_from_another_thread(world: World) -> None:
     thread.join()
 
 
-async def test_cancel_of_what_is_held(world: World) -> None:
+async def test_cancel_of_held_work(world: World) -> None:
     world.plan.hold()
     transfer = world.write()
     assert transfer.cancel()
@@ -286,7 +286,7 @@ async def test_late(world: World) -> None:
     assert world.plan.counts.landed_late == 1
 
 
-async def test_late_that_nobody_gave_up_is_only_held(world: World) -> None:
+async def test_late_work_that_is_not_given_up_is_only_held(world: World) -> None:
     world.plan.late(nth=1)
     transfer = world.write()
     world.plan.release()
@@ -307,7 +307,7 @@ async def test_late_read(world: World) -> None:
 
 
 async def test_late_and_dropped(world: World) -> None:
-    """What breaks the link itself is over at once, late or not."""
+    """A fault that breaks the link ends the work at once, late or not."""
     world.plan.late(nth=1).drop_peer(nth=1)
     transfer = world.write()
     with pytest.raises(PeerLostError):
@@ -457,7 +457,7 @@ async def test_reorder(world: World, window: int) -> None:
     assert world.plan.counts.reordered == 2 * window
 
 
-async def test_reorder_does_not_wait_for_ever(world: World) -> None:
+async def test_reorder_does_not_wait_forever(world: World) -> None:
     world.plan.reorder(100, 0.02)
     assert await asyncio.gather(*(world.write(b"x", i) for i in range(3))) == [1] * 3
 
@@ -498,7 +498,7 @@ async def test_a_faulty_engine_speaks_with_a_plain_one_both_ways(world: World) -
     assert (await notes.get()).payload == b"to the faulty one"
 
 
-async def test_close_with_everything_in_the_air() -> None:
+async def test_close_with_everything_in_flight() -> None:
     plan = FaultPlan(5).delay(0, 0.02, chance=0.5).hold(every=7).pending(chance=0.3).reorder(3, 0.01, chance=0.3)
     async with engine_pair(drivers=faulty("shm", plan), close_timeout=1.0) as pair:
         _, remote = await pair.region()

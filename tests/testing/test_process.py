@@ -18,12 +18,12 @@ from hixl_async.testing import FaultPlan, PeerProcessError, peer_process, until
 
 
 async def remember(engine: Engine, word: str) -> dict[str, Any]:
-    """For `PeerProcess.run`: runs over there."""
+    """Run in the other process, by `PeerProcess.run`."""
     return {"engine": engine.name, "word": word, "pid": os.getpid()}
 
 
 def fail(engine: Engine, usage: bool) -> None:
-    """For `PeerProcess.run`: raises over there."""
+    """Raise an error in the other process, by `PeerProcess.run`."""
     if usage:
         raise InvalidArgumentError("an error of the package")
     raise LookupError("any other error")
@@ -91,7 +91,7 @@ async def test_stop_and_resume() -> None:
         assert await process.peek("kv", 0, 9) == b"one-sided"
 
 
-async def test_a_plan_over_there() -> None:
+async def test_a_plan_in_the_other_process() -> None:
     plan = FaultPlan(1).fail(nth=1)
     async with peer_process(plan=plan) as process, Engine("127.0.0.1:0", name="parent") as engine:
         engine.allocate("here", 64, access="read-write")
@@ -102,7 +102,7 @@ async def test_a_plan_over_there() -> None:
     assert plan.counts.ops == 0
 
 
-async def test_it_does_not_come_up() -> None:
+async def test_a_process_that_does_not_start() -> None:
     with pytest.raises(PeerProcessError, match="ended"):
         async with peer_process(no_such_setting=1):
             pass

@@ -49,7 +49,7 @@ def test_batches_are_valid(data: st.DataObject) -> None:
 
 @given(plans())
 @settings(deadline=None, max_examples=100)
-def test_plans_are_plans(plan: FaultPlan) -> None:
+def test_drawn_plans_are_valid(plan: FaultPlan) -> None:
     assert bytes(FaultPlan.parse(plan.spec())._block) == bytes(plan._block)
     assert repr(eval(repr(plan), {"FaultPlan": FaultPlan})) == repr(plan)
 
@@ -62,7 +62,7 @@ relaxed = settings(deadline=None, max_examples=40, suppress_health_check=[Health
 
 
 async def play(plan: FaultPlan, work: Work, *, one_by_one: bool) -> tuple[list[Any], bool]:
-    """Does the work, and says what came of it, and whether the bytes are those of plain copies."""
+    """Do the work; return the outcomes, and whether the bytes are those of plain copies."""
     async with engine_pair(drivers=faulty("shm", plan), stall=0.3, close_timeout=1.0) as pair:
         there, remote = await pair.region("there", SIZE)
         here = pair.left.allocate("here", SIZE)

@@ -1,4 +1,4 @@
-"""The processes of the demo: starts them, hears of it when one fails, and ends them all."""
+"""The processes of the demo: starts them, notices when one fails, and ends all of them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ PROGRAMS = {"P": "prefill", "D": "decode", "reference": "support.reference"}
 #: Served by every engine, whatever its process is computing.
 PING = "hixl.ping"
 
-# Seconds: that a process has to leave, that an answer may take, and for the others to say what they saw of a failure.
+# Seconds that a process has to leave, that an answer may take, and that others have to report what they saw of a failure.
 LEAVE, ANSWER, ALSO = 5.0, 3600.0, 1.0
 
-# Seconds between two looks at a process, and how many looks in a row it may say nothing: before the user is told, and
-# before it is given up, once it was ready and while it starts.
+# Seconds between two checks of a process, and the number of checks in a row without a sign of life: before the user is
+# told, before it is given up once it was ready, and before it is given up while it starts.
 LOOK, NOTICE, GIVE_UP, START = 1.0, 3, 15, 120
 
 
 class Failed(Exception):
-    """Something failed; the text says what, for each process that has something to say."""
+    """A failure; the text describes it, for each process that has something to report."""
 
     def __init__(self, reasons: dict[str, str]) -> None:
         super().__init__("\n".join(f"{name}: {reason}" for name, reason in reasons.items()))
 
 
 class Silent(Exception):
-    """A process that was ready gives no sign of life any more."""
+    """A process that was ready and shows no sign of life any more."""
 
     def __init__(self, looks: int) -> None:
         super().__init__(f"no sign of life for {looks * LOOK:.0f} s; it is stopped, or hangs")
@@ -48,9 +48,9 @@ class Fleet:
     """Some processes of the demo; an async context manager.
 
     :param engine: the router's engine, to which they connect when they are ready.
-    :param settings: what they are told.
-    :param names: which ones; see `PROGRAMS`.
-    :param tell: called with what the user should know while one is waited for.
+    :param settings: their settings.
+    :param names: their names; see `PROGRAMS`.
+    :param tell: called with messages for the user while one is waited for.
     :raises Failed: on entering, if one ends before it is ready or is not ready in time; on leaving, if one does not end
         as it should.
     """
@@ -65,7 +65,7 @@ class Fleet:
         self._ends: dict[str, asyncio.Task[int]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._silence: dict[str, int] = {}
-        """For how many looks each that was ready has said nothing."""
+        """The number of checks in a row in which each ready process was silent."""
 
     async def __aenter__(self) -> Fleet:
         try:
@@ -89,7 +89,7 @@ class Fleet:
         return self._peers[name].address
 
     async def ask(self, name: str, service: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Sends a request to one process, and gives its answer; for `together`.
+        """Send a request to one process, and return its answer; for `together`.
 
         :raises hx.HixlError: as it was raised there, or `hx.PeerLostError` if the process ended.
         :raises Silent: if the process gives no sign of life any more.
@@ -104,7 +104,7 @@ class Fleet:
             answer.cancel()
 
     async def together(self, asked: dict[str, Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-        """Waits for answers of several processes, by name, as long as all processes live.
+        """Wait for answers of several processes, by name, as long as all processes live.
 
         :raises Failed: if an answer is an error, or a process ends. The others then have a moment to say how that looks
             from their side.
@@ -121,7 +121,7 @@ class Fleet:
         errors = {name: answer.exception() for name, answer in answers.items() if answer.done()}
         failures = {name: f"{type(error).__name__}: {error}" for name, error in errors.items() if error}
         if failures or self._ended():
-            # What one says of the failure of another should not stand alone.
+            # One process's report of another's failure should not stand alone.
             silent = {name: f"Silent: {Silent(looks)}" for name, looks in self._silence.items() if looks >= NOTICE}
             raise Failed(silent | failures | self._ended())
         return {name: answer.result() for name, answer in answers.items()}
@@ -138,7 +138,7 @@ class Fleet:
                 *("-P", "-m", PROGRAMS[name]),
                 self._settings.to_json(),
                 stdin=asyncio.subprocess.DEVNULL,
-                # Several threads of BLAS would not add up in the same order each time.
+                # Several threads of BLAS would not add in the same order each time.
                 env={
                     **os.environ,
                     **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -182,7 +182,7 @@ class Fleet:
                     return
 
     async def _watch(self, name: str, peer: hx.Peer) -> None:
-        """Asks for signs of life; returns when there are none any more."""
+        """Ask for signs of life; return when there are none any more."""
 
         def look(looks: int) -> None:
             self._silence[name] = looks
@@ -197,16 +197,16 @@ class Fleet:
                 self._silence[name] = 0
             finally:
                 answer.cancel()
-            if answer.exception() is not None:  # the peer is lost, and everybody who asked it something is told so
+            if answer.exception() is not None:  # the peer is lost, and all its pending requests fail
                 await asyncio.wait([self._ends[name]])
             await asyncio.sleep(LOOK)
 
     async def _stop(self) -> None:
-        """Lets the processes leave, and kills those that do not; at once if it is cancelled."""
+        """Let the processes leave, and kill those that do not; at once if it is cancelled."""
         leaving = []
         try:
             for name, process in self._processes.items():
-                # Who is not ready has nothing to lose, and who is silent would not hear anything else.
+                # A process that is not ready has nothing to lose, and a silent one would not notice anything else.
                 if process.returncode is None and self._silence.get(name, NOTICE) >= NOTICE:
                     process.kill()
             for watch in self._watches.values():
@@ -217,11 +217,11 @@ class Fleet:
                 await asyncio.wait(self._ends.values(), timeout=LEAVE)
         finally:
             self._kill()
-            await asyncio.gather(*self._ends.values())  # at once, for all have ended
+            await asyncio.gather(*self._ends.values())  # at once, because all have ended
         await asyncio.gather(*leaving)
 
     def _kill(self) -> None:
-        """Ends what still runs, stopped or not; another Ctrl-C has to wait for that."""
+        """End what still runs, stopped or not; another Ctrl-C has to wait for that."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for process in self._processes.values():
@@ -235,11 +235,11 @@ class Fleet:
 
 
 async def _comes(what: asyncio.Task[Any], within: int, look: Callable[[int], None]) -> bool:
-    """Waits until something is done, for so many looks at most.
+    """Wait until something is done, for a limited number of checks.
 
-    Looks are counted, and no clock is asked: after a Ctrl-Z of this process others are not to blame for the time that passed.
+    Checks are counted instead of time, because after a Ctrl-Z of this process the others did not cause the delay.
 
-    :param look: called after each look that was in vain, with their number.
+    :param look: called after each check without success, with their number.
     """
     for looks in range(1, within + 1):
         await asyncio.wait([what], timeout=LOOK)

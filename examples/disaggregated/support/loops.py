@@ -1,4 +1,4 @@
-"""Which event loop to run on: uvloop where it is installed, else asyncio's own."""
+"""The event loop to run on: uvloop where it is installed, else asyncio's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: How the loops that are there are made, the best first; None is asyncio's own way.
+#: The factories of the available loops, the best first; None is asyncio's default.
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop] | None] = {}
 
 try:
@@ -21,6 +21,6 @@ LOOPS["asyncio"] = None
 
 
 def run(program: Callable[[], Coroutine[Any, Any, T]], loop: str) -> T:
-    """Runs the coroutine function `program` as `asyncio.run` does, on one of the `LOOPS`."""
+    """Run the coroutine function `program` as `asyncio.run` does, on one of the `LOOPS`."""
     with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
         return runner.run(program())

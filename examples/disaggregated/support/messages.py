@@ -1,4 +1,4 @@
-"""What the processes of the demo say to one another: small records that travel as JSON."""
+"""The messages between the processes of the demo: small records that travel as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class Record:
-    """Travels as the body of a request, or as the bytes of a notification."""
+    """A record that travels as the body of a request, or as the bytes of a notification."""
 
     def body(self) -> dict[str, Any]:
         return asdict(self)
@@ -24,17 +24,17 @@ class Record:
 
 @dataclass(frozen=True)
 class Settings(Record):
-    """What a process is told when it is started."""
+    """The settings that a process gets when it is started."""
 
     router: str
     """Address of main.py's engine."""
     driver: str
     loop: str
     pool_blocks: int
-    """How many blocks of keys and values its memory can hold."""
+    """The number of blocks of keys and values that its memory can hold."""
     random_model: bool
     bytes_per_second: float | None = None
-    """Paces what the process writes to others; None: as fast as it goes."""
+    """The limit of the process's writes to others; None: no limit."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +80,21 @@ class Step(Record):
 
 @dataclass(frozen=True)
 class Report(Record):
-    """What a process answers when its part of a run is done."""
+    """The answer of a process when its part of a run is done."""
 
     kv: list[str]
-    """For each layer a digest of the prompt's keys and values, in the order of the tokens."""
+    """A digest of the prompt's keys and values for each layer, in the order of the tokens."""
     blocks: list[int]
     """The block table: where in the process's memory they lie."""
     timeline: str
     """See `Timeline.to_json`."""
     transfers: int = 0
-    """How many transfers the process started,"""
+    """The number of transfers that the process started,"""
     transferred: int = 0
-    """and how many bytes they moved."""
+    """and the number of bytes that they moved."""
 
 
-# Topics of notifications. A run has topics of its own, as many may be under way at once.
+# Topics of notifications. A run has topics of its own, because many may be under way at once.
 
 
 def first_token_topic(run: int) -> str:

@@ -1,8 +1,8 @@
-"""The Llama forward pass in numpy, over paged key/value memory that belongs to somebody else.
+"""The Llama forward pass in numpy, over paged key/value memory that belongs to the caller.
 
 For every token, each layer computes a key and a value, which all later tokens attend to. They are kept, and
 for a request that moves from a prefill to a decode process, they are what must move. So here the *caller*
-brings the memory they are kept in, a pool of blocks that may be shared or registered with a transfer
+provides the memory they are kept in, a pool of blocks that may be shared or registered with a transfer
 engine, and :meth:`Llama.forward` calls ``on_layer(i)`` as soon as layer ``i``'s keys and values are there:
 before that layer's attention and MLP run. A transfer that starts then overlaps the rest of the computation.
 
@@ -77,11 +77,11 @@ class PagedCache:
 
     @property
     def capacity(self) -> int:
-        """How many tokens the blocks can hold."""
+        """The number of tokens that the blocks can hold."""
         return int(self.table.size) * self.block_tokens
 
     def write(self, layer: int, start: int, keys: Array, values: Array) -> None:
-        """Puts the keys and values of tokens ``start, start + 1, ...`` into their blocks.
+        """Put the keys and values of tokens ``start, start + 1, ...`` into their blocks.
 
         :param keys: (tokens, kv_heads, head_dim), as ``values``.
         :raises ValueError: if the blocks are too few.
@@ -94,7 +94,7 @@ class PagedCache:
         self.memory[layer, 1, blocks, rows] = values
 
     def read(self, layer: int, tokens: int) -> tuple[Array, Array]:
-        """Returns the keys and values of the first ``tokens`` tokens, each (tokens, kv_heads, head_dim).
+        """Return the keys and values of the first ``tokens`` tokens, each (tokens, kv_heads, head_dim).
 
         They are copies in token order. Their layout doesn't depend on the table, so neither do the products
         that BLAS makes of them, to the last bit.
@@ -105,7 +105,7 @@ class PagedCache:
         return self._gather(self.memory[layer, 0], tokens), self._gather(self.memory[layer, 1], tokens)
 
     def segments(self, layer: int, tokens: int) -> list[Segment]:
-        """Returns where the keys, then the values, of the first ``tokens`` tokens lie: one segment per block.
+        """Return where the keys, then the values, of the first ``tokens`` tokens lie: one segment per block.
 
         Two caches of equal shape and dtype give lists that match one to one, whatever their tables; the
         last segment of either half ends with the last token.
@@ -134,7 +134,7 @@ class PagedCache:
 
 
 def blocks_needed(tokens: int, block_tokens: int) -> int:
-    """Returns how many blocks of ``block_tokens`` tokens hold ``tokens`` tokens."""
+    """Return how many blocks of ``block_tokens`` tokens hold ``tokens`` tokens."""
     return -(-tokens // block_tokens)
 
 
@@ -155,7 +155,7 @@ class Llama:
         on_layer: OnLayer | None = None,
         on_layer_done: OnLayer | None = None,
     ) -> Array:
-        """Runs ``tokens`` at positions ``start, start + 1, ...``.
+        """Run ``tokens`` at positions ``start, start + 1, ...``.
 
         :param cache: holds the keys and values of the ``start`` tokens before; those of ``tokens`` are added.
         :param on_layer: called when a layer's keys and values are in the cache, before its attention and MLP.
@@ -216,7 +216,7 @@ def generate(
     on_layer: OnLayer | None = None,
     on_layer_done: OnLayer | None = None,
 ) -> Iterator[tuple[int, Array]]:
-    """Prefills ``prompt``, then yields the likeliest next token and its logits (vocabulary,), repeatedly.
+    """Prefill ``prompt``, then yield the likeliest next token and its logits (vocabulary,), repeatedly.
 
     Ends after ``max_tokens`` tokens or with a token of ``stop``, which still is yielded.
 
@@ -241,7 +241,7 @@ def decode(
     max_tokens: int,
     stop: Collection[int] = (),
 ) -> Iterator[tuple[int, Array]]:
-    """Goes on from ``token`` at position ``start``, as a decode process does once it has the cache.
+    """Go on from ``token`` at position ``start``, as a decode process does once it has the cache.
 
     Yields as :func:`generate` does, beginning with the token that comes after ``token``.
 
@@ -257,7 +257,7 @@ def decode(
 
 
 def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
-    """Scales each row of ``x`` (..., size) to a root mean square of 1, each column by ``weight`` (size,).
+    """Scale each row of ``x`` (..., size) to a root mean square of 1, each column by ``weight`` (size,).
 
     :source: https://arxiv.org/abs/1910.07467, equation 4.
     """
@@ -267,7 +267,7 @@ def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
 
 
 def rotations(positions: int, head_dim: int, base: float) -> Rotations:
-    """Returns how each pair of a head turns at each position: complex (positions, head_dim / 2).
+    """Return how each pair of a head turns at each position: complex (positions, head_dim / 2).
 
     Pair ``i`` turns by ``base ** (-2 i / head_dim)`` radians per position.
 
@@ -281,11 +281,11 @@ def rotations(positions: int, head_dim: int, base: float) -> Rotations:
 
 
 def rotate(heads: Array, rotation: Rotations) -> Array:
-    """Embeds positions: turns ``heads`` (tokens, heads, head_dim) by ``rotation`` (tokens, head_dim / 2).
+    """Embed positions: turn ``heads`` (tokens, heads, head_dim) by ``rotation`` (tokens, head_dim / 2).
 
     Elements 2i and 2i+1 of a head are the two coordinates of pair i, as in the paper. (Hugging Face's
-    weights pair i with i + head_dim / 2 instead; whoever made the GGUF reordered the rows of the query and
-    key matrices accordingly.)
+    weights pair i with i + head_dim / 2 instead; in the GGUF the rows of the query and key matrices
+    were reordered accordingly.)
     """
     pairs: Rotations = heads.view(np.complex64)
     return (pairs * rotation[:, np.newaxis]).view(np.float32)

@@ -1,4 +1,4 @@
-"""The texts that the model is given."""
+"""The prompts of the demo."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ prepared; when the last bowl arrives, the stove is already hot."""
 
 
 def encode(tokenizer: Tokenizer, text: str, length: int | None = None) -> list[int]:
-    """Returns the tokens of a chat in which a user says `text`.
+    """Return the tokens of a chat in which a user says `text`.
 
-    :param length: how many tokens there shall be: `text` is then repeated, or cut, until it fits.
+    :param length: the number of tokens: `text` is repeated, or cut, until it fits.
     :raises ValueError: if `text` is empty, or if `length` leaves no room for it.
     """
     if not text.strip():

@@ -25,7 +25,7 @@ CONFIG = Config(
 
 
 def load(seed: int = 0) -> Checkpoint:
-    """Returns the same model for the same seed, in every process."""
+    """Return the same model for the same seed, in every process."""
     return Checkpoint(CONFIG, Weights.from_tensors(_tensors(np.random.default_rng(seed))), _vocabulary())
 
 

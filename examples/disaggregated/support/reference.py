@@ -1,4 +1,4 @@
-"""The reference process: does alone, and in contiguous memory, what P and D do together."""
+"""The reference process: does the work of P and D alone, and in contiguous memory."""
 
 from __future__ import annotations
 

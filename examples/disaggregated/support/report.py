@@ -1,4 +1,4 @@
-"""What the demo prints: progress, text as it comes, and what was compared and measured."""
+"""The demo's output: progress, text as it is generated, comparisons and measurements."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LABEL, _COLUMN = 38, 22  # of a table
 
 
 class ReaderLeft(Exception):
-    """Whoever read our output does so no more, as `head` when it has enough."""
+    """The reader of the output has closed it, as `head` does when it has enough."""
 
 
 class Console:
-    """Standard output, and standard error for what went wrong.
+    """Standard output, and standard error for failures.
 
-    :param quiet: prints results only.
+    :param quiet: print results only.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -41,40 +41,40 @@ class Console:
         self._line_begun = False
 
     def line(self, text: str = "") -> None:
-        """Prints a line."""
+        """Print a line."""
         if not self._quiet:
             self._write(f"{text}\n")
 
     def heading(self, text: str) -> None:
-        """Prints a line that begins a section."""
+        """Print a line that begins a section."""
         self.line(f"\n{f'── {text} ':─<{self._width}}\n")
 
     def paragraphs(self, text: str, indent: str = "") -> None:
-        """Prints running text, each of its lines wrapped."""
+        """Print running text, each of its lines wrapped."""
         for line in text.splitlines():
             wrapped = textwrap.fill(line, self._width, initial_indent=indent, subsequent_indent=indent)
             self.line(wrapped or indent.rstrip())
 
     def notice(self, text: str) -> None:
-        """Prints a line, and ends one that is begun."""
+        """Print a line, and end one that is begun."""
         self.line(f"\n{text}" if self._line_begun and not self._transient else text)
 
     def piece(self, text: str) -> None:
-        """Prints a piece of a line."""
+        """Print a piece of a line."""
         if not self._quiet and text:
             self._write(text)
 
     def result(self, text: str) -> None:
-        """Prints a line for those, too, who want results only."""
+        """Print a line that is shown even if only results are wanted."""
         self._write(f"{text}\n")
 
     def fail(self, text: str) -> None:
-        """Says what went wrong, on standard error."""
+        """Report a failure on standard error."""
         self._write("\n" if self._line_begun else "")
         print(text, file=sys.stderr)
 
     def progress(self, stage: str, detail: str = "") -> None:
-        """Says what is going on: on a terminal until the next text comes, elsewhere by a line for each new stage."""
+        """Show progress: on a terminal until the next text comes, elsewhere by a line for each new stage."""
         if self._quiet or (self._line_begun and not self._transient):
             return
         if self._terminal:
@@ -94,13 +94,13 @@ class Console:
             sys.stdout.write(text)
             sys.stdout.flush()
         except BrokenPipeError:
-            # What is still in its buffer would fail once more at exit.
+            # The rest of its buffer would fail once more at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise ReaderLeft from None
 
 
 class Typewriter:
-    """Prints an answer as its tokens come."""
+    """The output of an answer as its tokens come."""
 
     def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
         self._console = console
@@ -120,7 +120,7 @@ Column = dict[str, str]
 
 
 def timing(run: Run, *, expected_exposed: str = "") -> Column:
-    """Where the time went. What is indented is a part of what stands above it.
+    """Return the time spent in each part. An indented row is a part of the one above it.
 
     :param expected_exposed: what the exposed transfer should be, for comparison.
     """
@@ -145,7 +145,7 @@ def timing(run: Run, *, expected_exposed: str = "") -> Column:
 
 
 def traffic(run: Run) -> Column:
-    """What P sent to D, and where it lay: in blocks in no order at all, and in others on the two sides."""
+    """Return what P sent to D, and where it lay: in unordered blocks, different ones on the two sides."""
     sent = run.reports["P"]
     transfers = run.timeline.on(Track.TRANSFER)
     return {
@@ -163,7 +163,7 @@ def _blocks(table: Sequence[int]) -> str:
 
 
 class Comparison(NamedTuple):
-    """How much of something is the same in two answers."""
+    """The part of something that is equal in two answers."""
 
     what: str
     total: int
@@ -180,7 +180,7 @@ class Comparison(NamedTuple):
 
 
 def compare(run: Run, alone: Run) -> list[Comparison]:
-    """Compares an answer of P and D with the reference's, which may be longer if more was asked for."""
+    """Compare an answer of P and D with the reference's, which may be longer if more was asked for."""
     found, expected = run.steps, alone.steps[: run.max_tokens]
     kv = alone.reports["reference"].kv
     return [
@@ -197,7 +197,7 @@ def _compare(what: str, found: Sequence[str | int], expected: Sequence[str | int
 
 
 def table(names: Sequence[str], *groups: Sequence[Column]) -> str:
-    """Groups of rows, each with a column below each of the names. The first column decides on the order of rows."""
+    """Return groups of rows with a column for each of the names. The first column decides the order of rows."""
     lines = [_row("", names)]
     for columns in groups:
         rows = dict.fromkeys(row for column in columns for row in column)
@@ -217,7 +217,7 @@ def milliseconds(nanoseconds: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """A number of bytes, for people."""
+    """Return a number of bytes as text for people."""
     for unit in ("B", "kB", "MB"):
         if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""The router: sends a prompt through P and D, or to the reference, and collects what they have to tell."""
+"""The router: sends a prompt through P and D, or to the reference, and collects their reports."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .tokenizer import TextStream, Tokenizer
 
 
 def ignore(_number: int) -> None:
-    """For those who do not want to hear of something."""
+    """Ignore a call."""
 
 
 @dataclass
 class Run:
-    """A prompt and its answer, with all that is known about how it came to be."""
+    """A prompt and its answer, with all measurements of the run."""
 
     prompt: list[int]
     max_tokens: int
     asked_ns: int
-    """When the router sent the request,"""
+    """The time at which the router sent the request,"""
     heard_ns: list[int] = field(default_factory=list)
-    """and when it heard of each token."""
+    """and the times at which it heard of each token."""
     steps: list[Step] = field(default_factory=list)
     """The prefill, then a step for each further token."""
     reports: dict[str, Report] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Run:
 
 
 class Router:
-    """Lets the processes of a fleet answer prompts.
+    """The dispatch of prompts to the processes of a fleet.
 
     :param engine: the engine to which they are connected, and which they notify of tokens.
     :param tokenizer: names the tokens in timelines.
@@ -51,7 +51,7 @@ class Router:
         self._numbers = itertools.count(1)
 
     async def introduce(self) -> None:
-        """Connects P with D before the first request, so that none has to wait for it.
+        """Connect P with D before the first request, so that no request waits for it.
 
         :raises Failed: if a process fails.
         """
@@ -66,7 +66,7 @@ class Router:
         on_token: Callable[[int], None] = ignore,
         on_arrival: Callable[[int], None] = ignore,
     ) -> Run:
-        """Has P prefill and D decode.
+        """Have P prefill and D decode.
 
         :param streamed: whether P sends a layer as soon as it has computed it, or all of them at the end.
         :param on_token: called with each token, as it is chosen.
@@ -94,7 +94,7 @@ class Router:
         return run
 
     async def alone(self, prompt: list[int], max_tokens: int) -> Run:
-        """Has the reference do all of it.
+        """Have the reference do all of it.
 
         :raises Failed: if it fails.
         """
@@ -116,7 +116,9 @@ class Router:
         listening = asyncio.create_task(self._listen(number, run, on_token, on_arrival))
         try:
             answers = await self._fleet.together(asked)
-            await listening  # answers and notifications take different ways, so the last of them may still be coming
+            await (
+                listening
+            )  # answers and notifications take different paths, so the last notification may still be on its way
         finally:
             listening.cancel()
         for name, body in answers.items():
@@ -139,11 +141,11 @@ class Router:
                     on_token(run.steps[-1].token)
 
     def _add_steps(self, run: Run) -> None:
-        """Adds the steps of D, as far as they did not wait for a layer."""
+        """Add the steps of D, except the time in which they waited for a layer."""
         waits, texts = run.timeline.on("wait"), TextStream(self._tokenizer)
         texts.feed(run.steps[0].token)
         for step in run.steps[1:]:
-            # Named by the characters that it completes, for many tokens are only a part of one.
+            # Named by the characters that it completes, because many tokens are only a part of one.
             text, start = texts.feed(step.token) or "\N{HORIZONTAL ELLIPSIS}", step.start_ns
             for wait in waits:
                 if start < wait.start_ns < step.end_ns:
@@ -153,7 +155,7 @@ class Router:
 
 
 def _add_transfers(timeline: Timeline) -> None:
-    """Adds when each layer was on its way: from its push, or from the arrival of the one before, until it arrived."""
+    """Add a span for each layer's transfer: from its push, or from the arrival of the one before, until it arrived."""
     arrived = {span.args["layer"]: span.end_ns for span in timeline.on(Track.ARRIVAL)}
     free = 0
     for push in timeline.on("push"):

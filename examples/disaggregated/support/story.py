@@ -1,4 +1,4 @@
-"""What the demo does, one thing after another, and what it tells of it."""
+"""The demo's runs, one after another, and its explanations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .weights import Checkpoint
 from .worker import BLOCK_TOKENS
 
 PACED_TOKENS = 8  # over the paced link: enough to see how decoding begins
-PACED_SHARE = 0.8  # of the time in which P computes a layer, the paced link needs to carry it
+PACED_SHARE = 0.8  # the part of P's time for a layer in which the paced link carries it
 
 
 class Options(argparse.Namespace):
@@ -43,7 +43,7 @@ class Options(argparse.Namespace):
 
 
 class Question(NamedTuple):
-    """A prompt, as people read it and as the model does."""
+    """A prompt, as text and as tokens."""
 
     text: str
     tokens: list[int]
@@ -63,13 +63,12 @@ class Wire(NamedTuple):
 
     bytes_per_second: float
     layer_ns: float
-    """What it needs for a layer,"""
+    """The time that it needs for a layer,"""
     computed_ns: float
-    """and what P needs to compute one."""
+    """and the time that P needs to compute one."""
 
     def exposed_ns(self, layers: int) -> float:
-        """How long D has to wait at most after the prefill, if K/V are streamed: for the last layer, if the wire is the
-        faster of the two."""
+        """Return how long D waits at most after the prefill if K/V are streamed: for the last layer, if the wire is faster."""
         return self.layer_ns + (layers - 1) * max(0.0, self.layer_ns - self.computed_ns)
 
 
@@ -91,7 +90,7 @@ class Story:
         self._identical = True
 
     async def tell(self) -> bool:
-        """Does everything.
+        """Run the whole demo.
 
         :return: whether all answers of P and D were the reference's, to the last bit.
         :raises Failed: if one of the processes fails.
@@ -141,7 +140,7 @@ class Story:
         return router
 
     async def _answer(self, router: Router, question: Question) -> Answers:
-        """Lets P and D answer while the user reads along, then the reference."""
+        """Let P and D answer while the user reads along, then the reference."""
         console, prompt, tokens = self._console, question.tokens, self._options.tokens
         console.heading(f"A prompt of {len(prompt)} tokens")
         console.paragraphs(question.text, indent="> ")
@@ -166,7 +165,7 @@ class Story:
         return Answers(together, alone)
 
     def _wire_for(self, run: Run) -> Wire:
-        """The wire that the user wants, or one that carries a layer a bit faster than P computes one."""
+        """Return the wire that the user wants, or one that carries a layer a bit faster than P computes one."""
         layer_bytes = run.reports["P"].transferred / self._layers
         computed = [span.end_ns - span.start_ns for span in run.timeline.on(Track.COMPUTE) if "layer" in span.args]
         computed_ns = median(computed)
@@ -174,12 +173,12 @@ class Story:
         return Wire(speed, layer_bytes / speed * 1e9, computed_ns)
 
     async def _pace(self, engine: hx.Engine, settings: Settings, answers: Answers, wire: Wire) -> list[Run]:
-        """The longest prompt once more over a slow link, first streamed, then sent after the prefill."""
+        """Run the longest prompt once more over a slow link, first streamed, then sent after the prefill."""
         console, (together, alone) = self._console, answers
         speed = f"{size(wire.bytes_per_second)}/s"
         console.heading(f"The same {len(together.prompt)} tokens over a paced link of {speed}")
         console.paragraphs(
-            "Within one host, keys and values (K/V) travel faster than anybody could wait for them. So now the link is "
+            "Within one host, keys and values (K/V) travel too fast for a wait to be noticed. So now the link is "
             f"PACED: the copies are real, but each is held back until a wire of {speed} would have delivered it. Such "
             f"a wire needs {milliseconds(wire.layer_ns)} for a layer, and P {milliseconds(wire.computed_ns)} to "
             "compute one. First, K/V are streamed as before; then they are sent after the prefill, and D waits for "
@@ -222,13 +221,13 @@ class Story:
         return run
 
     def _arrivals(self, what: str) -> Callable[[int], None]:
-        """Shows progress: how many layers have arrived at D."""
+        """Show progress: how many layers have arrived at D."""
         self._console.progress(what)
         arrived = count(1)
         return lambda _layer: self._console.progress(what, f"({next(arrived)} of {self._layers} layers are at D)")
 
     def _judge(self, name: str, run: Run, alone: Run) -> Column:
-        """Compares an answer with the reference's; all have to be the same for the demo to succeed."""
+        """Compare an answer with the reference's; the demo succeeds only if all are equal."""
         comparisons = compare(run, alone)
         for comparison in comparisons:
             if not comparison.identical:

@@ -1,7 +1,7 @@
-"""What happened when, in several processes: collected, merged, and shown as a trace and as a picture.
+"""Events of several processes: collected, merged, and shown as a trace and as a picture.
 
 Every process of a host reads the same clock, CLOCK_MONOTONIC (:func:`time.monotonic_ns`), so their spans
-need no alignment. A process sends its timeline as JSON to whoever draws it.
+need no alignment. A process sends its timeline as JSON to the one that draws it.
 
 The trace is in `Chrome's trace event format
 <https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>`_: open it at
@@ -48,7 +48,7 @@ class Span:
 class Timeline:
     """Spans of one run, of one or several processes. Spans may be added from any thread.
 
-    :param title: says above the lanes of the picture what this run was.
+    :param title: the name of the run, shown above the lanes of the picture.
     """
 
     def __init__(self, title: str = "", spans: Iterable[Span] = ()) -> None:
@@ -56,7 +56,7 @@ class Timeline:
         self.spans = list(spans)
 
     def add(self, process: str, track: str, name: str, start_ns: int, end_ns: int, **args: Argument) -> None:
-        """Adds a span. The picture labels it with the argument ``layer`` if there is one, else with ``name``.
+        """Add a span. The picture labels it with the argument ``layer`` if there is one, else with ``name``.
 
         :raises ValueError: if it ends before it starts.
         """
@@ -65,13 +65,13 @@ class Timeline:
         self.spans.append(Span(process, track, name, start_ns, end_ns, args))
 
     def mark(self, process: str, track: str, name: str, at_ns: int | None = None, **args: Argument) -> None:
-        """Adds an instant, by default now."""
+        """Add an instant, by default now."""
         now = time.monotonic_ns() if at_ns is None else at_ns
         self.add(process, track, name, now, now, **args)
 
     @contextmanager
     def measure(self, process: str, track: str, name: str, **args: Argument) -> Iterator[None]:
-        """Adds the span of the block, also if the block raises."""
+        """Add the span of the block, also if the block raises."""
         start = time.monotonic_ns()
         try:
             yield
@@ -79,20 +79,20 @@ class Timeline:
             self.add(process, track, name, start, time.monotonic_ns(), **args)
 
     def merge(self, other: Timeline) -> None:
-        """Adds the spans of another timeline of the same host."""
+        """Add the spans of another timeline of the same host."""
         self.spans.extend(other.spans)
 
     def on(self, track: str) -> list[Span]:
-        """Returns the spans of one track of all processes, in the order in which they start."""
+        """Return the spans of one track of all processes, in the order in which they start."""
         return sorted((span for span in self.spans if span.track == track), key=_start)
 
     @property
     def start_ns(self) -> int:
-        """When the first span starts; 0 if there is none."""
+        """The start of the first span; 0 if there is none."""
         return min((span.start_ns for span in self.spans), default=0)
 
     def exposed_ns(self) -> int | None:
-        """Returns how long after the end of the computation the last keys and values arrived.
+        """Return how long after the end of the computation the last keys and values arrived.
 
         That is what the transfer costs. 0 if all arrived before; None if the timeline has no computation or
         no arrivals.
@@ -103,12 +103,12 @@ class Timeline:
         return max(0, arrived - computed)
 
     def to_json(self) -> str:
-        """Returns the timeline as text, for another process."""
+        """Return the timeline as text, for another process."""
         return json.dumps({"title": self.title, "spans": [asdict(span) for span in self.spans]})
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """Returns the timeline that :meth:`to_json` wrote.
+        """Return the timeline that :meth:`to_json` wrote.
 
         :raises ValueError: if ``text`` is not JSON.
         :raises KeyError or TypeError: if it is other JSON.
@@ -117,7 +117,7 @@ class Timeline:
         return cls(content["title"], [Span(**span) for span in content["spans"]])
 
     def to_trace(self) -> str:
-        """Returns the timeline in Chrome's trace event format (JSON), with times from the first span on."""
+        """Return the timeline in Chrome's trace event format (JSON), with times from the first span on."""
         # A viewer expects the spans of one thread to nest; what overlaps goes to further threads of the
         # same name.
         events: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ def _end(spans: Sequence[Span]) -> int | None:
 
 
 def _rows(spans: Iterable[Span]) -> list[list[Span]]:
-    """Distributes spans over as few rows as possible, so that none overlap within a row."""
+    """Distribute spans over as few rows as possible, so that none overlap within a row."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=_start):
         for row in rows:
@@ -177,7 +177,7 @@ def _rows(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 class Lane(NamedTuple):
-    """How the picture shows a track."""
+    """The appearance of a track in the picture."""
 
     track: Track
     label: str
@@ -224,7 +224,7 @@ _CHARACTER_WIDTHS = {
 
 
 def draw(timelines: Sequence[Timeline], *, title: str, subtitle: str = "", decode_steps: int | None = 6) -> str:
-    """Returns an SVG, 900 pixels wide, of one or more runs above one another on one time axis.
+    """Return an SVG, 900 pixels wide, of one or more runs above one another on one time axis.
 
     Each run starts at the left with the first span that is drawn, and shows its tracks as lanes (see
     :class:`Track`) and the time that its transfer adds to the computation (see
@@ -268,7 +268,7 @@ class _Box(NamedTuple):
 
 
 def _labelled(boxes: Sequence[_Box]) -> list[_Box]:
-    """Those whose label fits; if some layers' labels don't, every fifth or tenth layer, to count on from."""
+    """Return those whose label fits; if some layers' labels don't, every fifth or tenth layer, to count from."""
     fitting = [box for box in boxes if _text_width(box.label, 9) <= box.width]
     layers = [box for box in boxes if box.layer is not None]
     if len(fitting) == len(boxes) or not layers:
@@ -299,7 +299,7 @@ class _Picture:
         self._y += 24
 
     def panel(self, run: Timeline) -> None:
-        """Draws one run: a heading, a line for annotations, and the lanes."""
+        """Draw one run: a heading, a line for annotations, and the lanes."""
         self._text(24, self._y + 34, run.title, "panel")
         notes = self._y + 56
         top = notes + 8
@@ -456,5 +456,5 @@ def _milliseconds(duration_ns: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Control characters, as a decoded token may have them, aren't allowed in XML."""
+    """Replace control characters, which a decoded token may have and XML forbids."""
     return "".join(character if character.isprintable() else "\N{MIDDLE DOT}" for character in text)

