@@ -41,7 +41,8 @@ cdef extern from *:
 
 
 cdef str NO_ASSIGNMENT = (
-    "a region does not support item assignment; write to a view: memoryview(region)[0:4] = b\"data\", or region.numpy()[0:4] = ..."
+    "a region does not support item assignment; write to a view: memoryview(region)[0:4] = b\"data\", "
+    "or region.numpy()[0:4] = ..."
 )
 cdef str NO_REMOTE_ASSIGNMENT = (
     "a peer's region does not support item assignment; write to it by await engine.write(b\"data\", remote[0:4])"

@@ -50,16 +50,16 @@ def copy(tensor: Any, address: int, nbytes: int, to_device: bool) -> Any:
 
 
 class _Unrecorded:
-    """The place of an event that could not be recorded behind a copy: once the stream is idle, the copy has failed."""
+    """A substitute for an event that could not be recorded after a copy: once the stream is idle, the copy has failed."""
 
     def __init__(self, stream: Any, error: Exception) -> None:
         self._stream = stream
         self._error = error
 
     def query(self) -> bool:
-        """Return False while the stream works.
+        """Return False while the stream is busy.
 
-        :raises Exception: the reason why the event was not recorded, once the copy can no longer move bytes.
+        :raises Exception: once the stream is idle, the reason why the event was not recorded.
         """
         if not self._stream.query():
             return False
