@@ -1,22 +1,22 @@
 # cython: freethreading_compatible=False
-"""The hot path: a call is checked, its memory is pinned, and a driver gets it.
+"""The hot path: a call is checked, its memory is pinned, and it is submitted to a driver.
 
 Invariants.  The core's modules cite them where they rely on them, and tests/core has a test for each.
 
 C1   The operation in flight owns its slot (a `Transfer`) from accepted submit to release: one INCREF in `_track`, one DECREF
      in `_settle`, nowhere else.
 C2   An accepted submit gets exactly one completion, then one release; a refused one gets neither.  Failure and
-     safe-to-unpin are two events: a timeout causes the first, only the driver gives the second.
+     safe-to-unpin are two events: a timeout causes the first, only the driver causes the second.
 C3   Driver threads hold no GIL and touch no Python object; they only post to the mailbox.
-C4   Awaitables are resolved on the loop's thread alone.  A waiting task is resumed directly only from `drain`, where no
+C4   Awaitables are resolved only on the loop's thread.  A waiting task is resumed directly only from `drain`, where no
      task is current; everything else goes through call_soon.
 C5   Cancelling ends the wait.  It never unpins memory.
 C6   Every descriptor is validated (alive, in bounds, right access, no overflow) before any is posted: all or nothing.
-C7   Close refuses new work, drains within a time limit, and leaks, loudly, memory that a device might still write.
+C7   Close refuses new work, drains within a time limit, and leaks memory that a device might still write, and reports it.
 C8   A coroutine that only awaits finished work (transfers, drains, groups, room, notifications) still yields, because work that
      finishes inside a call spends `budget`.  A drain is capped: `burst`, DRAIN_NANOSECONDS.
 C9   An engine belongs to one loop; calls from another one raise WrongLoopError.
-C10  After fork() the child's calls raise EngineForkedError and tear nothing down for the parent.
+C10  After fork() the child's calls raise EngineForkedError, and never affect the parent.
 C11  Data before signal before notification: the drivers' rule T5; the core hands all three over in one batch.
 C12  The GIL is held for copies estimated below ~100 us and released above.
 """
@@ -51,7 +51,7 @@ cdef dict PRIORITIES = {"low": HXA_PRIORITY_LOW, "normal": HXA_PRIORITY_NORMAL, 
 
 @cython.no_gc_clear
 cdef class Core(InFlightTable):
-    """The core of an `Engine`, which inherits `read`, `write`, `submit` and `drained` from it without a wrapper."""
+    """The core of an `Engine`, which inherits `read`, `write`, `submit` and `drained` without a wrapper."""
 
     # -- memory
 
@@ -66,7 +66,7 @@ cdef class Core(InFlightTable):
         return 0
 
     cdef int _place(self, LocalMemory memory, Driver driver) except -1:
-        """Note that `driver` knows `memory` from now on."""
+        """Record that `driver` knows `memory` from now on."""
         driver.memories += 1
         if driver.capabilities & HXA_CAP_LOCAL_ANY == 0:
             (<Places>self.places).add(memory)
@@ -75,31 +75,48 @@ cdef class Core(InFlightTable):
     # -- work
 
     def write(self, local, remote, *, notify=None, signal=None, timeout=None, priority=None):
-        """Copy `local` into the peer's memory; done means that the bytes are there.
+        """Copy `local` into the peer's memory; the transfer is done when the bytes are there.
 
         :param local: a region of this engine, a range of one, or any contiguous buffer (bytes, numpy, memoryview, CPU tensor).
-        :param remote: a region of a peer or a range of one, of the same length.
-        :param notify: ``(topic, payload)``: one notification to the peer after the data; str and bytes.
-        :param signal: ``(remote range of 8 bytes, value)``: one 64-bit word stored after the data.
-        :param timeout: seconds from now within which it must finish, progress or not; default: no limit but the stall check.
-        :param priority: ``"low"``, ``"normal"`` or ``"high"``.
+        :param remote: a region of a peer or a range of one, of the same length in bytes.
+        :param notify: ``(topic, payload)``, str and bytes: a notification to the peer after the data.
+        :param signal: ``(remote range of 8 aligned bytes, value)``: a 64-bit word that is stored after the data.
+        :param timeout: seconds from now within which it must finish, whatever its progress; default: only the engine's `stall`.
+        :param priority: ``"low"``, ``"normal"`` (the default) or ``"high"``.
         :return: a `Transfer`, already started; its result is the number of bytes.
         :raises RangeError: if a range is empty, outside of its region, or the lengths differ.
         :raises AccessError: if the region does not grant writing.
         :raises BufferTypeError: if `local` has no contiguous memory, or holds references to Python objects.
+        :raises InvalidArgumentError: if an option is malformed, or a side belongs to another engine.
+        :raises DriverError: if the driver cannot send notifications or store signals.
         :raises PeerDownError: if the peer is down.
         :raises StaleRegionError: if the remote region was closed.
-        :raises BusyError: if a bounded queue of the driver is full.
+        :raises BusyError: if a bounded queue of the driver, or ``max_bytes_in_flight``, is full.
+        :raises ClosedError: if the engine or the local region is closed.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
         return self._single(HXA_WRITE, local, remote, notify, signal, timeout, priority)
 
     def read(self, local, remote, *, notify=None, signal=None, timeout=None, priority=None):
-        """Copy from the peer's memory into `local`; done means that the bytes are here.
+        """Copy from the peer's memory into `local`; the transfer is done when the bytes are here.
 
         :param local: a region of this engine, a range of one, or any contiguous buffer that is writable.
-        :param remote: a region of a peer or a range of one, of the same length.
-
-        The other parameters, the result and the errors are those of `write`.
+        :param remote: a region of a peer or a range of one, of the same length in bytes.
+        :param notify: ``(topic, payload)``, str and bytes: a notification to the peer after the data.
+        :param signal: ``(remote range of 8 aligned bytes, value)``: a 64-bit word that is stored after the data.
+        :param timeout: seconds from now within which it must finish, whatever its progress; default: only the engine's `stall`.
+        :param priority: ``"low"``, ``"normal"`` (the default) or ``"high"``.
+        :return: a `Transfer`, already started; its result is the number of bytes.
+        :raises RangeError: if a range is empty, outside of its region, or the lengths differ.
+        :raises AccessError: if the region does not grant reading.
+        :raises BufferTypeError: if `local` has no contiguous memory, is read-only, or holds references to Python objects.
+        :raises InvalidArgumentError: if an option is malformed, or a side belongs to another engine.
+        :raises DriverError: if the driver cannot send notifications or store signals.
+        :raises PeerDownError: if the peer is down.
+        :raises StaleRegionError: if the remote region was closed.
+        :raises BusyError: if a bounded queue of the driver, or ``max_bytes_in_flight``, is full.
+        :raises ClosedError: if the engine or the local region is closed.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
         return self._single(HXA_READ, local, remote, notify, signal, timeout, priority)
 
@@ -140,7 +157,7 @@ cdef class Core(InFlightTable):
                 self._pin_slice(transfer, left, verb, link)
             else:
                 length = self._pin_buffer(transfer, local, verb, link)
-            # An object's own code, say its __buffer__, may have closed any of these.
+            # The object's own code, such as its __buffer__, may have closed any of these.
             if self.is_closed or not target.usable or not link.up:
                 transfer._unpin()
                 self._check()
@@ -206,18 +223,18 @@ cdef class Core(InFlightTable):
         transfer.desc.loff = <uint64_t>transfer.view.buf
         size = transfer.view.len
         if not anywhere:
-            PyBuffer_Release(&transfer.view)  # the region that it lies in keeps it alive
+            PyBuffer_Release(&transfer.view)  # its region keeps it alive
             self._find_place(transfer, local, size, link.driver, False)
         return size
 
     cdef int _find_place(self, Transfer transfer, object local, uint64_t size, Driver driver, bint device) except -1:
-        """Name an address of ours by the region that it lies in, for a driver that moves registered memory only."""
+        """Find the region of an address of ours, for a driver that moves only registered memory."""
         cdef LocalMemory memory = (<Places>self.places).find(transfer.desc.loff, size, driver.index)
         if memory is None:
             raise errors.BufferTypeError(
                 f"driver {driver.name!r} moves {'device ' if device else ''}memory only where it is registered, and this "
-                f"{type(local).__name__} lies in no region that it knows; engine.register(name, buffer) the memory first, "
-                "once, and use any part of it"
+                f"{type(local).__name__} lies in no region that it knows; call engine.register(name, buffer) once before, and "
+                "use any part of the region"
             )
         transfer.desc.lmem = memory.mems[driver.index]
         transfer.desc.loff -= <uint64_t>memory.address
@@ -228,11 +245,19 @@ cdef class Core(InFlightTable):
     def submit(self, batch, *, notify=None, signal=None, timeout=None, priority=None):
         """Start a prepared batch.
 
-        :param batch: a `Batch`.
-
-        The other parameters and the errors are those of `write`.
-
-        :return: a `Transfer`, already started; its result is the sum of the lengths.
+        :param batch: a `Batch` of this engine.
+        :param notify: ``(topic, payload)``, str and bytes: a notification to the peer after the data.
+        :param signal: ``(remote range of 8 aligned bytes, value)``: a 64-bit word that is stored after the data.
+        :param timeout: seconds from now within which it must finish, whatever its progress; default: only the engine's `stall`.
+        :param priority: ``"low"``, ``"normal"`` (the default) or ``"high"``.
+        :return: a `Transfer`, already started; its result is the sum of the lengths in bytes.
+        :raises InvalidArgumentError: if `batch` is not a `Batch` of this engine, or an option is malformed.
+        :raises DriverError: if the driver cannot send notifications or store signals.
+        :raises PeerDownError: if the peer is down.
+        :raises StaleRegionError: if a remote region was closed.
+        :raises BusyError: if a bounded queue of the driver, or ``max_bytes_in_flight``, is full.
+        :raises ClosedError: if the engine or a local region is closed.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
         self._check()
         if type(batch) is not Batch:
@@ -261,7 +286,7 @@ cdef class Core(InFlightTable):
         return transfer
 
     cdef int _launch(self, Transfer transfer, object notify, object signal, object timeout, object priority) except -1:
-        """Hand a pinned transfer to its driver; on any refusal everything is unpinned and nothing was sent."""
+        """Submit a pinned transfer to its driver; if it is refused everything is unpinned and nothing was sent."""
         cdef Driver driver = transfer.link.driver
         cdef hxa_link *link
         cdef int64_t began
@@ -269,13 +294,13 @@ cdef class Core(InFlightTable):
         try:
             if notify is not None or signal is not None or timeout is not None or priority is not None:
                 self._attach_options(transfer, notify, signal, timeout, priority)
-                # An option's own code, say the __buffer__ of a payload, may have closed anything.
+                # An option's own code, such as the __buffer__ of a payload, may have closed anything.
                 self._recheck(transfer)
             if self.max_bytes_in_flight and self.n_bytes_in_flight and (
                     self.n_bytes_in_flight + transfer.batch.bytes > self.max_bytes_in_flight):
                 raise errors.BusyError(
                     f"{self.n_bytes_in_flight} of at most {self.max_bytes_in_flight} bytes are in flight, "
-                    f"{transfer.batch.bytes} more do not fit; await engine.room(nbytes) before"
+                    f"{transfer.batch.bytes} more do not fit; await engine.room(nbytes) first"
                 )
         except BaseException:
             transfer._unpin()
@@ -317,7 +342,7 @@ cdef class Core(InFlightTable):
         return 0
 
     cdef int _accept_on_device(self, Transfer transfer) except -1:
-        """Let a device make the copy by itself; see `DeviceCopies`."""
+        """Start a copy that a device makes by itself; see `DeviceCopies`."""
         try:
             if self.begin_on_device is None:
                 raise errors.BufferTypeError("memory of a device cannot be used here")
@@ -366,7 +391,7 @@ cdef class Core(InFlightTable):
 
     cdef int _attach_note(self, Transfer transfer, Driver driver, object notify) except -1:
         if driver.capabilities & HXA_CAP_NOTIFY == 0:
-            raise errors.DriverError(f"driver {driver.name!r} cannot carry notifications")
+            raise errors.DriverError(f"driver {driver.name!r} cannot send notifications")
         try:
             topic, payload = notify
             transfer.topic = PyUnicode_AsUTF8String(topic)
@@ -381,7 +406,7 @@ cdef class Core(InFlightTable):
         if total > driver.note_limit:
             raise errors.InvalidArgumentError(
                 f"the notification has {total} bytes (topic and payload); driver {driver.name!r} takes {driver.note_limit}: "
-                "write the payload into a region and notify its place"
+                "write the payload into a region and send its offset"
             )
         transfer.batch.topic = <const char *><bytes>transfer.topic
         transfer.batch.topic_len = <uint32_t>len(<bytes>transfer.topic)
@@ -402,14 +427,14 @@ cdef class Core(InFlightTable):
             ) from error
         word = <RemoteSlice>place if type(place) is RemoteSlice else None
         if word is None or word.nbytes != 8 or word.start % 8:
-            raise errors.InvalidArgumentError("the signal's place must be 8 aligned bytes of a remote region")
+            raise errors.InvalidArgumentError("the signal's range must be 8 aligned bytes of a remote region")
         other = word.memory.link
         if other is not transfer.link:
             if other is not None and other.cookie == transfer.link.cookie and other.driver.core is self:
                 raise errors.DriverError(
                     f"{word.memory!r} is reached by driver {other.driver.name!r}, and the data's region by {driver.name!r}; a "
-                    "signal needs the same way: allocate or register both in the same manner, and look why one of them is not "
-                    "known to both drivers (await region.ready() tells its owner)"
+                    "signal needs the same driver: allocate or register both in the same way; the owner's region.ready() says "
+                    "why one of them is not known to both drivers"
                 )
             raise errors.InvalidArgumentError("the signal's region belongs to another peer than the data's")
         if not word.memory.usable:
@@ -424,11 +449,13 @@ cdef class Core(InFlightTable):
     def drained(self, buffer):
         """Wait until no operation of this engine touches the memory of `buffer`.
 
-        Access by peers is another matter: revoke the region, and await its `released()`.
+        It does not wait for accesses of peers: for these, revoke the region, and await its `released()`.
 
         :param buffer: a region, a range of one, or any buffer that was given to `read` or `write`.
         :return: a future; cancelling it only ends the wait.
         :raises BufferTypeError: if `buffer` has no contiguous memory.
+        :raises ClosedError: if the engine is closed.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
         cdef Py_buffer view
         cdef uint64_t start, size
@@ -475,7 +502,7 @@ cdef bytes _bytes_of(object payload):
         PyBuffer_Release(&view)
 
 
-# -- the port for the engine package: what no user may call is no attribute of an engine
+# -- the port for the engine package; functions, so that users do not find them at an engine
 
 def set_object_support(Core core not None, address_of not None, begin_on_device not None):
     """Extend a core to objects without the buffer protocol.
@@ -488,7 +515,7 @@ def set_object_support(Core core not None, address_of not None, begin_on_device 
 
 
 def allocate(Core core not None, LocalMemory memory not None, Driver driver not None, uint64_t size, uint32_t rights):
-    """Let `driver` allocate the bytes of a new `memory`.
+    """Have `driver` allocate the bytes of a new `memory`.
 
     :param size: bytes.
     :param rights: the most that any peer may do with it, HXA_RIGHT_*.
@@ -510,7 +537,7 @@ def borrow(Core core not None, LocalMemory memory not None, buffer, uint32_t rig
     core._must_be_new(memory)
     try:
         PyObject_GetBuffer(buffer, &memory.source, PyBUF_WRITABLE)
-    except (BufferError, ValueError, TypeError):  # read-only, or not contiguous: the second attempt tells
+    except (BufferError, ValueError, TypeError):  # read-only, or not contiguous; the second attempt distinguishes them
         try:
             PyObject_GetBuffer(buffer, &memory.source, PyBUF_SIMPLE)
         except (BufferError, ValueError, TypeError) as error:
@@ -537,7 +564,7 @@ def borrow_address(
 
 
 def register(Core core not None, LocalMemory memory not None, Driver driver not None):
-    """Make `memory` known to a further driver.
+    """Register `memory` with a further driver.
 
     :return: False if the driver cannot use memory of this kind.
     """
@@ -560,7 +587,7 @@ def notify(Core core not None, Link link not None, notification, timeout=None):
     """Send a notification that belongs to no data.
 
     :param notification: ``(topic, payload)``, str and bytes.
-    :param timeout: seconds from now in which it must be delivered.
+    :param timeout: seconds from now within which it must be delivered.
     :return: a `Transfer`.
     """
     cdef Transfer transfer

@@ -1,7 +1,7 @@
-"""The command `hixl-async`: what this machine can do, and whether an engine answers.
+"""The command `hixl-async`: inspect this machine's drivers and limits, and ping an engine.
 
-Exit codes: 0 it worked; 1 it did not (nobody answers, the peer went away; no driver can be used here); 2 the command
-line is wrong; 3 something answers, but not to us (secret, domain, user or protocol do not match); 130 interrupted.
+Exit codes: 0 success; 1 failure (no answer, the peer went down, no driver can be used here); 2 the command line is wrong;
+3 refused (secret, domain, user or protocol do not match); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -43,42 +43,42 @@ FAILED, USAGE, REFUSED, INTERRUPTED = 1, 2, 3, 130
 
 #: The service that every engine has.
 PING = "hixl.ping"
-#: A region of this name, with access to write, is there to be overwritten by `ping`: no other is ever touched.
+#: The name of the region, with write access, that `ping` may overwrite; it never touches another.
 SCRATCH = "hixl.scratch"
-#: What is said of a driver without memory of its own.
-WRAPPER = "goes around another driver, to test with; see hixl_async.testing"
-#: Characters of a line about a driver.
+#: The text for a driver without memory of its own.
+WRAPPER = "wraps another driver, for tests; see hixl_async.testing"
+#: The most characters of a line about a driver.
 WIDTH = 100
-#: How this command is given what a program passes as ``secret=``.
+#: The text that says where the secret comes from.
 SECRET = "the secret is read from --secret-file, or from HIXL_ASYNC_SECRET"
-#: A control message has room for this much; it carries text, in which a byte takes one.
+#: The most bytes of a ping, which fit into a control message.
 MAX_SIZE = 32 << 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
-    :param argv: its arguments; default: the process's.
+    :param argv: the arguments; default: those of the process.
     :return: the exit code.
     """
     options = _parser().parse_args(argv)
     if not options.debug:
-        # What the engine warns of is in the error that follows; one clear line is enough.
+        # The engine's warnings are also in the error that follows; one clear line is enough.
         logging.getLogger("hixl_async").addHandler(logging.NullHandler())
     try:
         code = int(options.run(options))
-        sys.stdout.flush()  # here, where an error still has an answer
+        sys.stdout.flush()  # here, where an error is still handled
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has enough of it; Python must not complain while it flushes at exit.
+        # The reader has closed the pipe; Python must not report that when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (HixlError, OSError) as error:
         if options.debug:
             traceback.print_exc()
-        # Also domains can differ.
+        # The hint is only for secrets, because domains can differ, too.
         here = f" ({SECRET})" if isinstance(error, AuthenticationError) and HOW_TO_SHARE_A_SECRET in str(error) else ""
         print(f"hixl-async: {error}{here}", file=sys.stderr)
         if isinstance(error, AuthenticationError | HandshakeError | ProtocolError | NoRouteError):
@@ -100,9 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     ping = commands.add_parser(
         "ping",
         allow_abbrev=False,
-        help="connect to a running engine, and time what it answers",
-        description="Connects to a running engine and times round trips of control messages. The peer's memory is left"
-        f" alone, unless it exports a region {SCRATCH!r} with access to write: then writes into that are timed too.",
+        help="connect to a running engine, and time round trips",
+        description="Connects to a running engine and times round trips of control messages. The peer's memory is not"
+        f" touched, unless it exports a region {SCRATCH!r} with write access: then writes into it are timed too.",
         epilog=f"{SECRET}, never from the command line, which other users can read.",
     )
     ping.add_argument("address", metavar="ADDRESS", help="host:port where the engine listens")
@@ -139,7 +139,7 @@ def _option(text: str) -> tuple[str, str, str]:
 
 
 def _settings(options: argparse.Namespace, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The options of each driver."""
+    """Return the options of each driver."""
     settings: dict[str, dict[str, Any]] = {name: {} for name in names}
     for driver, key, value in options.option:
         if driver not in settings:
@@ -155,7 +155,7 @@ def _number(least: int, most: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{number} is not in {least}..{most}")
         return number
 
-    parse.__name__ = "number"  # argparse names it where the text is none
+    parse.__name__ = "number"  # argparse shows this name if the text is not a number
     return parse
 
 
@@ -175,7 +175,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 async def _show_info(as_json: bool, settings: dict[str, dict[str, Any]]) -> bool:
-    """Answers whether any driver can be used here."""
+    """Print the report, and return True if any driver can be used here."""
     facts = {
         "hixl_async": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()}, {platform.machine()})",
@@ -213,7 +213,7 @@ class _Examined(NamedTuple):
 
 
 async def _examine(driver: DriverInfo, settings: dict[str, Any]) -> _Examined:
-    """What a driver says of itself once it is open, or why it cannot be opened here."""
+    """Open a driver, and return its limits and facts, or the reason why it cannot be opened here."""
     if driver.problem is not None or _wraps(driver):
         return _Examined(driver, {}, {})
     engine = Engine(drivers={driver.name: settings})
@@ -231,7 +231,7 @@ def _wraps(driver: DriverInfo) -> bool:
 
 
 def _cython_version() -> str | None:
-    """The version that compiled the core, from the name of the module in which Cython keeps its types."""
+    """Return the version of Cython that compiled the core, from the name of the module in which Cython keeps its types."""
     found = re.fullmatch(r"_cython_(\d+(?:_\w+)*)", type(Engine.write).__module__)
     return found[1].replace("_", ".") if found else None
 
@@ -258,7 +258,7 @@ def _ping(options: argparse.Namespace) -> int:
 
 
 def _drivers(options: argparse.Namespace) -> dict[str, dict[str, Any]] | None:
-    """Those that were named, be it by an option of theirs."""
+    """Return the drivers that the command line names, also by an option, with their options."""
     names = options.driver or list(dict.fromkeys(driver for driver, _, _ in options.option))
     installed = drivers.names()
     for name in names:
@@ -274,7 +274,7 @@ def _read_secret(path: str) -> bytes:
     except OSError as error:
         raise InvalidArgumentError(f"--secret-file {path}: {error.strerror}") from error
     if mode & 0o077:
-        print(f"hixl-async: warning: other users may read {path}; chmod 600 keeps it secret", file=sys.stderr)
+        print(f"hixl-async: warning: other users may read {path}; protect it by chmod 600", file=sys.stderr)
     return secret
 
 
@@ -303,14 +303,12 @@ async def _round_trips(peer: Peer, count: int, size: int, timeout: float) -> lis
         answer = await peer.request(PING, {"number": number, "payload": payload}, timeout=timeout)
         times.append(time.perf_counter() - started)
         if answer != {"number": number, "payload": payload}:
-            raise ProtocolError(
-                f"{peer.name!r} answered a ping with something else than what it was sent", peer=peer.name
-            )
+            raise ProtocolError(f"{peer.name!r} answered a ping with another body than it was sent", peer=peer.name)
     return times
 
 
 async def _writes(engine: Engine, peer: Peer, count: int, size: int, timeout: float) -> list[float] | str:
-    """How long writes into the peer's scratch region take, or why none was made."""
+    """Return the durations of writes into the peer's scratch region in seconds, or the reason why there are none."""
     if not peer.regions.get(SCRATCH, Access.NONE) & Access.WRITE:
         return f"the peer offers no region {SCRATCH!r} to write to"
     if size == 0:
@@ -318,7 +316,7 @@ async def _writes(engine: Engine, peer: Peer, count: int, size: int, timeout: fl
     remote = await peer.region(SCRATCH, timeout=timeout)
     if len(remote) < size:
         return f"the peer's {SCRATCH!r} has only {len(remote)} bytes"
-    # Memory of the engine's own, which every driver can move.
+    # Allocated memory, which every driver can move.
     target, data = remote[:size], engine.allocate("hixl.ping", size)
     times = []
     for _ in range(count):

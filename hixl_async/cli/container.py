@@ -1,4 +1,4 @@
-"""The limit that a container's memory has: that of the memory cgroups which this process is in, of either version."""
+"""The memory limit of a container, from the memory cgroups of this process, of either version."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 __all__ = ["memory_limit"]
 
-#: The file with the limit, by the type of the file system that a version of cgroups is mounted as.
+#: The name of the file with the limit, by the type of file system of a version of cgroups.
 _LIMITS = {"cgroup": "memory.limit_in_bytes", "cgroup2": "memory.max"}
-#: Numbers from here on are how version 1 says that there is no limit.
+#: The least number by which version 1 says that there is no limit.
 _NO_LIMIT = 1 << 62
 
 
 def memory_limit(root: str = "/") -> tuple[int, str] | None:
     """Return the least limit, in bytes, and the file that has it; None if there is none.
 
-    The driver for shared memory looks at the same files when it allocates (``drivers/shm/limits.c``).
+    The driver for shared memory reads the same files when it allocates (``drivers/shm/limits.c``).
 
-    :param root: the folder that stands for ``/``.
+    :param root: the folder that takes the place of ``/``, for tests.
     """
     found = []
     for file in _limit_files(Path(root)):
@@ -30,19 +30,19 @@ def memory_limit(root: str = "/") -> tuple[int, str] | None:
 
 
 def _limit_files(root: Path) -> Iterator[Path]:
-    """The limits of our cgroup and of all above it, as far as they are mounted here."""
+    """Yield the limit files of our cgroup and of all above it, as far as they are mounted here."""
     paths = dict(_own_paths(root))
     for kind, top, mounted in _mounts(root):
         if kind in paths:
             path = paths[kind]
-            # What is mounted may be a part of the hierarchy, such as the container's own.
+            # The mount may show only a part of the hierarchy, such as the container's own.
             inside = path.relative_to(top) if path.is_relative_to(top) else Path()
             for folder in (inside, *inside.parents):
                 yield root / mounted.relative_to("/") / folder / _LIMITS[kind]
 
 
 def _own_paths(root: Path) -> Iterator[tuple[str, Path]]:
-    """Our cgroup in each hierarchy that can limit memory."""
+    """Yield our cgroup in each hierarchy that can limit memory."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -52,7 +52,7 @@ def _own_paths(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, Path, Path]]:
-    """The type of each mounted hierarchy, the part of it that is mounted, and where."""
+    """Yield the type of each mounted hierarchy, the part of it that is mounted, and the mount point."""
     for line in _lines(root / "proc/self/mountinfo"):
         place, _, about = line.partition(" - ")
         kind, *_, options = about.split()

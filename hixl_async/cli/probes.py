@@ -1,4 +1,4 @@
-"""What this machine's kernel and limits allow, asked of the kernel itself rather than read off its version."""
+"""The capabilities of this machine's kernel and its limits, found by trying them rather than by the kernel's version."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _MADV_POPULATE_WRITE = 23
 _SO_PEERPIDFD = 77
 _SO_PASSRIGHTS = 83
 
-#: Open files that one connected peer costs: its socket, doorbells, and descriptors of its process.
+#: The open files of one connected peer: its socket, doorbells, and descriptors of its process.
 FILES_PER_PEER = 7
 
 
 class Finding(NamedTuple):
-    """One thing that matters, and what it means here."""
+    """The result of one probe."""
 
-    #: What was asked, e.g. ``"memfd seals"``.
+    #: The name of the probe, e.g. ``"memfd seals"``.
     name: str
-    #: ``"ok"``, ``"limited"``: it works, with less comfort or speed; ``"missing"``: the shm driver cannot work here.
+    #: ``"ok"``; ``"limited"``: it works with restrictions; ``"missing"``: the shm driver cannot work here.
     state: str
-    #: What was found, e.g. ``"1024 files"``.
+    #: The finding, e.g. ``"1024 files"``.
     found: str
-    #: What follows from it, in words.
+    #: The consequence, as a sentence.
     verdict: str
 
 
 def findings() -> list[Finding]:
-    """Everything that `hixl-async info` shows about the machine."""
+    """Return all that `hixl-async info` shows about the machine."""
     return [probe() for probe in _PROBES]
 
 
@@ -50,7 +50,7 @@ def _memfd() -> Finding:
     try:
         fd = os.memfd_create("hixl-async-info", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        return Finding(name, "missing", _why(error), "no region can be allocated; is a seccomp filter in the way?")
+        return Finding(name, "missing", _why(error), "no region can be allocated; does a seccomp filter forbid it?")
     try:
         os.ftruncate(fd, mmap.PAGESIZE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -105,7 +105,7 @@ def _descriptors_refused() -> Finding:
             return Finding(
                 "SO_PASSRIGHTS", "ok", "no", "unwanted descriptors are closed on arrival; Linux 6.16 refuses them"
             )
-    return Finding("SO_PASSRIGHTS", "ok", "yes", "the kernel refuses descriptors that nobody asked for")
+    return Finding("SO_PASSRIGHTS", "ok", "yes", "the kernel refuses unwanted descriptors")
 
 
 def _doorbell() -> Finding:
@@ -174,7 +174,7 @@ def _memory() -> Finding:
     available = next(
         (line.split()[1] for line in (_read("/proc/meminfo") or "").splitlines() if "MemAvailable" in line), "0"
     )
-    verdict = "regions take theirs at allocate, and count as shared memory of their owner"
+    verdict = "regions take their memory at allocate, and count as shared memory of their owner"
     limit = memory_limit()
     if limit is not None and limit[0] < int(available) << 10:
         return Finding(

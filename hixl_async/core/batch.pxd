@@ -1,4 +1,4 @@
-# Prepared lists of copies; every field explained.
+# The fields of prepared lists of copies.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from .link cimport Link
@@ -7,8 +7,8 @@ from .driver cimport hxa_desc
 
 
 cdef struct Span:                     # of one side, in bytes
-    uint64_t floor, roof              # where descriptors may lie
-    uint64_t least, most              # where they do
+    uint64_t floor, roof              # the range in which descriptors may lie
+    uint64_t least, most              # the range in which they lie
 
 
 cdef struct Extent:                   # descriptors that were added together
@@ -20,9 +20,9 @@ cdef struct Extent:                   # descriptors that were added together
 
 cdef class Batch:
     cdef hxa_desc *desc
-    cdef size_t n_descriptors         # neighbours merged
-    cdef size_t room                  # most descriptors
-    cdef bint overflow                # there were more
+    cdef size_t n_descriptors         # after merging adjacent copies
+    cdef size_t room                  # the most descriptors
+    cdef bint overflow                # there were more descriptors
     cdef size_t rows                  # copies as the program listed them
     cdef size_t *first                # number of the first row of each descriptor; NULL: its own
     cdef Extent *extents
@@ -31,7 +31,7 @@ cdef class Batch:
     cdef uint32_t verb
     cdef Link link
     cdef list memories                # every Memory that the descriptors name, each once
-    cdef Batch origin                 # of which this one was shifted; it has the numbers of rows
+    cdef Batch origin                 # the batch that this one is a shifted copy of; it has the numbers of rows
 
     cdef int _begin(self, verb) except -1
     cdef int _adopt(self, LocalMemory local, RemoteMemory remote) except -1

@@ -8,7 +8,7 @@ from typing_extensions import Buffer
 from .link import Link
 from .memory import LocalMemory, LocalSlice, RemoteMemory, RemoteSlice
 
-class _SupportsDLPack(Protocol):  # numpy arrays are no Buffer for checkers before Python 3.12
+class _SupportsDLPack(Protocol):  # for type checkers, numpy arrays are not a Buffer before Python 3.12
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 _Verb: TypeAlias = Literal["read", "write"]

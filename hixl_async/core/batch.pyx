@@ -49,7 +49,7 @@ cdef object _table(object rows, Py_ssize_t width, str words):
         return memoryview(flat).cast("B").cast("Q", (len(flat) // width, width))
     try:
         view = memoryview(rows)
-    except (TypeError, ValueError, BufferError) as error:  # buffers cannot describe it, such as datetime64, or it was released
+    except (TypeError, ValueError, BufferError) as error:  # it was released, or has a type without a format (datetime64)
         raise errors.InvalidArgumentError(f"rows must be 64-bit integers (uint64) in a buffer: {error}") from error
     if view.ndim != 2 or view.shape[1] != width:
         raise errors.InvalidArgumentError(f"rows must have shape (N, {width}): {words}; got {tuple(view.shape)}")
@@ -85,17 +85,22 @@ cdef class Batch:
     """A prepared list of copies: one peer, one direction, N descriptors, one completion; may be submitted many times.
 
     ``Batch(verb, local, remote, rows)`` makes one copy of each row.  ``Batch(verb, parts)`` takes a sequence of ``(local,
-    remote, rows)`` or ``(local_slice, remote_slice)``.  `strided` takes copies that repeat at even distances.  Everything is
-    validated here, once, and neighbours that continue each other on both sides become one descriptor.
+    remote, rows)`` or ``(local_slice, remote_slice)``.  `strided` takes copies at regular distances.  All copies are validated
+    once, here, and copies that are adjacent on both sides become one descriptor.
 
     :param verb: ``"read"`` (remote to local) or ``"write"`` (local to remote).
     :param local: a region of this engine or a range of one, from whose start offsets count; or the sequence of parts.
-    :param remote: a region of a peer or a range of one, likewise.
+    :param remote: a region of a peer or a range of one, from whose start offsets count.
     :param rows: an N x 3 C-contiguous buffer of 64-bit integers (numpy, array, memoryview), a CPU tensor or a sequence of
         triples: local offset, remote offset, length, all in bytes.  Default: one copy of the whole of both.
-    :raises InvalidArgumentError: if `verb`, a part or the shape of `rows` is malformed, or there is no descriptor.
+    :raises InvalidArgumentError: if `verb`, a part or the shape of `rows` is malformed, there is no descriptor, there are more
+        than the driver takes, or the parts belong to several peers.
     :raises RangeError: if a descriptor has length 0 or reaches outside; its number is in `index`.
     :raises AccessError: if the remote region does not grant `verb`.
+    :raises BufferTypeError: if `rows` is not contiguous, or the driver cannot use the local region.
+    :raises ClosedError: if a local region is closed.
+    :raises StaleRegionError: if a remote region was closed.
+    :raises PeerDownError: if the peer is down.
     """
 
     __reduce__ = unpicklable("send its verb, names of regions and rows, and make it of them there")
@@ -127,17 +132,23 @@ cdef class Batch:
 
     @classmethod
     def strided(cls, verb, local, remote, runs):
-        """Make a batch of copies that repeat at even distances, such as one head's keys of all tokens.
+        """Make a batch of copies at regular distances, such as one head's keys of all tokens.
 
         :param verb: ``"read"`` (remote to local) or ``"write"`` (local to remote).
         :param local: a region of this engine or a range of one, from whose start offsets count.
-        :param remote: a region of a peer or a range of one, likewise.
+        :param remote: a region of a peer or a range of one, from whose start offsets count.
         :param runs: an N x 6 buffer of 64-bit integers or a sequence of rows of six: local offset, local stride, remote offset,
             remote stride, length, count; all in bytes but the count.  The k-th copy of a run moves `length` bytes at offset +
             k * stride on both sides.
         :return: a `Batch`.
-        :raises InvalidArgumentError: as for a batch.
+        :raises InvalidArgumentError: if `verb` or the shape of `runs` is malformed, there is no run, or there are more
+            descriptors than the driver takes.
         :raises RangeError: if a run has length or count 0 or reaches outside; its number is in `index`.
+        :raises AccessError: if the remote region does not grant `verb`.
+        :raises BufferTypeError: if `runs` is not contiguous, or the driver cannot use the local region.
+        :raises ClosedError: if the local region is closed.
+        :raises StaleRegionError: if the remote region was closed.
+        :raises PeerDownError: if the peer is down.
         """
         cdef Batch batch = Batch.__new__(Batch, _EMPTY, None)
         cdef LocalSlice left = whole_local(local, "local")
@@ -155,14 +166,14 @@ cdef class Batch:
         return batch
 
     def shifted(self, local=0, remote=0):
-        """Make a batch of the same copies at other places; it costs one copy of the descriptors, whatever they were made from.
+        """Make a batch of the same copies at other offsets, at the cost of copying the descriptors.
 
         :param local: bytes that are added to each local offset; may be negative.
         :param remote: bytes that are added to each remote offset; may be negative.
         :return: a `Batch`.
         :raises RangeError: if a descriptor would leave the ranges that this batch was made for; for a batch of pairs of slices
             these are their regions.
-        :raises InvalidArgumentError: if a shift is no integer.
+        :raises InvalidArgumentError: if a shift is not an integer.
         """
         cdef Batch batch
         cdef size_t i
@@ -204,12 +215,12 @@ cdef class Batch:
 
     @property
     def count(self):
-        """The number of descriptors: copies of which neighbours that continue each other were merged."""
+        """The number of descriptors, after adjacent copies were merged."""
         return self.n_descriptors
 
     @property
     def nbytes(self):
-        """The number of bytes to move, all copies together."""
+        """The number of bytes of all copies together."""
         return self.total_bytes
 
     def __repr__(self):
@@ -225,7 +236,7 @@ cdef class Batch:
         return 0
 
     cdef int _adopt(self, LocalMemory local, RemoteMemory remote) except -1:
-        """Check the peer and the access of one part, and enter its memories, each once."""
+        """Check the peer and the access of one part, and add its memories, each once."""
         if not remote.usable:
             raise_gone(remote)
         if not local.usable:
@@ -248,7 +259,7 @@ cdef class Batch:
         return 0
 
     cdef int _reserve(self, size_t descriptors, size_t extents) except -1:
-        """Make room for the descriptors, at most the driver's limit: merged ones need less, so more are not refused yet."""
+        """Allocate room for the descriptors, at most the driver's limit; more are not refused yet, as they may be merged."""
         self.room = min(descriptors, self.link.driver.descriptor_limit)
         self.desc = <hxa_desc *>PyMem_Malloc(self.room * sizeof(hxa_desc))
         self.extents = <Extent *>PyMem_Malloc(extents * sizeof(Extent))
@@ -265,7 +276,7 @@ cdef class Batch:
         return 0
 
     cdef int _map_row(self) except -1 nogil:
-        """Note that the last descriptor begins with row `rows`; the map is made once that differs from its own number."""
+        """Record that the last descriptor begins with row `rows`; the map is made once the two numbers differ."""
         cdef size_t i
         if self.first == NULL:
             if self.rows == self.n_descriptors - 1:
@@ -280,7 +291,7 @@ cdef class Batch:
         return 0
 
     cdef int64_t _row(self, int64_t descriptor) noexcept:
-        """Return the number of a descriptor's row, as the program listed it; of merged rows the first."""
+        """Return the number of a descriptor's row, as the program listed it; for merged rows the number of the first."""
         cdef Batch made = self if self.origin is None else self.origin
         return descriptor if made.first == NULL or descriptor < 0 else <int64_t>made.first[descriptor]
 

@@ -1,4 +1,4 @@
-"""Copies that a device makes by itself, between its memory and a peer's memory that is mapped here."""
+"""The copies that a device makes by itself, between its memory and a peer's memory that is mapped here."""
 
 cimport cython
 from cpython.mem cimport PyMem_Malloc
@@ -17,13 +17,12 @@ from .event_poller import EventPoller
 
 @cython.final
 cdef class DeviceCopies:
-    """The copies of one engine that are under way.
+    """The device copies of one engine that are in flight.
 
-    The driver lends the mapped address, so that neither a fence nor a stop passes the copy by.  Devices have no descriptor to
-    wait for, so their events are polled.  What follows the data, a signal or a notification, goes to the driver when the copy
-    is over (C11).
+    The driver lends the mapped address, so that a fence or a stop also waits for the copy.  Devices have no descriptor to wait
+    for, so their events are polled.  A signal or notification is submitted to the driver when the copy has ended (C11).
 
-    ``pin(tensor, address, nbytes)`` makes a mapping known to the device, and returns what undoes it, or None.
+    ``pin(tensor, address, nbytes)`` registers a mapping with the device, and returns a function that undoes it, or None.
     ``copy(tensor, address, nbytes, to_device)`` begins a copy, and returns its event, which has ``query()``.
     """
 
@@ -71,7 +70,7 @@ cdef class DeviceCopies:
         self.poller.watch(partial(self._look, transfer))
 
     def _look(self, Transfer transfer not None):
-        """Return True if there is nothing left to wait for: the copy is over, or the engine is."""
+        """Return True if the wait has ended, because the copy or the engine has ended."""
         if self.core.finished:
             return True
         try:
@@ -84,7 +83,7 @@ cdef class DeviceCopies:
         return True
 
     cdef int _land(self, Transfer transfer, object error) except -1:
-        """The copy is over; what follows it is the driver's."""
+        """Settle a copy that has ended, and submit the signal and the notification that follow it."""
         cdef const hxa_driver *table = transfer.link.driver.table
         cdef int answer = HXA_DONE
         table.mem_return(transfer.link.link, transfer.desc.rmem)
@@ -104,4 +103,4 @@ cdef class DeviceCopies:
 
 
 def _nothing():
-    """Undoes nothing: the device did not have to be told of a mapping."""
+    """Do nothing, in place of undoing the registration of a mapping that the device did not need."""

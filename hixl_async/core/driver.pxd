@@ -1,4 +1,4 @@
-# The mirror of include/hxa_driver.h: declarations only, the words are there.
+# The declarations of include/hxa_driver.h, which explains them.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 

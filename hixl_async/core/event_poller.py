@@ -1,4 +1,4 @@
-"""The one way to wait for events of devices, which have no descriptor to wait for: asking them, on the loop."""
+"""Polling of device events on the loop, because devices have no descriptor to wait for."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 __all__ = ["EventPoller"]
 
-#: Seconds between two looks at the events: the first, and what it doubles up to while nothing happens.  Loops
-#: round timers to milliseconds, up (asyncio) or to the nearest (uvloop), so that the short ones mean "soon".
+#: The first and the longest interval between two polls, in seconds; it doubles while nothing happens.  Loops round timers to
+#: milliseconds, up (asyncio) or to the nearest (uvloop), so that the short ones mean "soon".
 SHORTEST, LONGEST = 50e-6, 1e-3
 
 
 class EventPoller:
-    """One timer for all events of an engine or a pool, which runs only while there are any.
+    """A timer for all events of an engine or a pool, which runs only while there are any.
 
-    :param loop: the loop on which the events are asked.
+    :param loop: the loop on which the events are polled.
     """
 
     __slots__ = ("_delay", "_loop", "_timer", "_watched")
@@ -28,13 +28,13 @@ class EventPoller:
 
     @property
     def idle(self) -> bool:
-        """True while there is nothing to ask, and no timer."""
+        """True while there is no event to poll, and no timer."""
         return self._timer is None
 
     def watch(self, look: Callable[[], bool]) -> None:
-        """Call `look` again and again, in the order of the calls of `watch`, until it returns True.
+        """Call `look` repeatedly, in the order of the calls of `watch`, until it returns True.
 
-        :param look: returns True when there is nothing left to wait for; it must not raise.
+        :param look: returns True when the wait has ended; it must not raise.
         """
         self._watched[look] = None
         self._delay = SHORTEST

@@ -1,4 +1,4 @@
-# Slots between submit and release; every field explained.
+# The fields of the table of slots between submit and release.
 from libc.stdint cimport uint64_t
 
 from .link cimport CoreBase, hxa_event_node
@@ -8,17 +8,17 @@ from .driver cimport hxa_op
 cdef class InFlightTable(CoreBase):
     cdef object handler               # handler(driver, kind, cookie, status, topic, data): notifications, signals, lost links
     cdef object is_running            # loop.is_running, bound once
-    cdef bint plain                   # that is BaseEventLoop's, a Python function that looks at loop._thread_id
+    cdef bint plain                   # is_running is BaseEventLoop's, a Python function that looks at loop._thread_id
     cdef uint64_t generation          # fork_generation at the start (C10)
     cdef bint is_closed               # no new work
     cdef bint drain_scheduled         # a drain is scheduled without a signal
-    cdef hxa_op *backlog              # taken from the mailbox, not yet settled (a capped drain)
-    cdef hxa_event_node *event_nodes  # likewise, not yet delivered
+    cdef hxa_op *ops                  # taken from the mailbox, not yet settled (a capped drain)
+    cdef hxa_event_node *event_nodes  # taken from the mailbox, not yet delivered
     cdef void *first                  # Transfer: head of the list of operations that still pin memory
-    cdef object watchdog              # TimerHandle of the stall check, only while something is in flight
+    cdef object watchdog              # TimerHandle of the stall check, only while operations are in flight
     cdef double stall                 # seconds without progress after which a transfer fails
     cdef uint64_t n_bytes_in_flight   # of transfers whose memory is pinned
-    cdef uint64_t max_bytes_in_flight         # 0: any
+    cdef uint64_t max_bytes_in_flight         # 0: no limit
     cdef uint64_t promised            # bytes that woken waiters may submit in this pass of the loop
     cdef object room_waiters          # deque of (bytes, waiter), first come, first served
     cdef uint64_t n_transfers, n_inline, n_bytes

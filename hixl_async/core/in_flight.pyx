@@ -1,4 +1,4 @@
-"""The operations in flight of one engine, from accepted submit to release: mailbox, drain, timeouts, back-pressure, end.
+"""The operations in flight of one engine, from accepted submit to release: mailbox, drain, timeouts, back-pressure, close.
 
 C1 to C10 are the invariants of _core.pyx.
 """
@@ -56,7 +56,7 @@ pthread_atfork(NULL, NULL, _forked)
 
 @cython.no_gc_clear
 cdef class InFlightTable(CoreBase):
-    """One loop, one mailbox, and every slot that a driver has not given back."""
+    """The loop, the mailbox, and every slot that a driver has not released."""
 
     def __cinit__(self, *args, **kwargs):
         self.is_closed = True
@@ -64,7 +64,7 @@ cdef class InFlightTable(CoreBase):
 
     @property
     def closed(self):
-        """True before the engine is opened, and from the beginning of `aclose` on."""
+        """True before the engine is opened, and once `aclose` has begun."""
         return self.is_closed
 
     @property
@@ -123,7 +123,7 @@ cdef class InFlightTable(CoreBase):
         return waiter
 
     cdef int _spend(self, int cost) except -1:
-        """Charge the budget for work that needed no wait; once it is spent the next await yields (C8)."""
+        """Charge the budget for work that finished without a wait; once it is spent the next await yields (C8)."""
         if self.budget > -BUDGET:
             self.budget -= cost
         return 0
@@ -142,7 +142,7 @@ cdef class InFlightTable(CoreBase):
                 if not self.is_closed and not self._fits(nbytes):
                     return 0
                 self.promised += <uint64_t>nbytes
-                # Before the wake-up, through which exceptions of a resumed task pass.
+                # Before the wake-up, which passes on exceptions of a resumed task.
                 self.call_soon(self.call_soon, _unpromise, self, nbytes)
             self.room_waiters.popleft()
             wake(waiter)
@@ -176,7 +176,7 @@ cdef class InFlightTable(CoreBase):
         return (<Transfer>call).op.status
 
     cdef int _accept(self, Transfer transfer) except -1:
-        """Enter a transfer that the driver has accepted and not finished."""
+        """Add a transfer that the driver has accepted and not finished."""
         self.n_in_flight += 1
         self.n_bytes_in_flight += transfer.batch.bytes
         self._track(transfer)
@@ -245,14 +245,14 @@ cdef class InFlightTable(CoreBase):
         try:
             hxa_mailbox_awake(self.box)
             while True:
-                if self.event_nodes == NULL and self.backlog == NULL:
+                if self.event_nodes == NULL and self.ops == NULL:
                     self.event_nodes = hxa_mailbox_take_event_nodes(self.box)
-                    self.backlog = hxa_mailbox_take_ops(self.box)
+                    self.ops = hxa_mailbox_take_ops(self.box)
                 if self.event_nodes != NULL:
                     self._deliver()
-                elif self.backlog != NULL:
-                    op = self.backlog
-                    self.backlog = op.next
+                elif self.ops != NULL:
+                    op = self.ops
+                    self.ops = op.next
                     self._settle(op)
                 else:
                     if self.deferred:
@@ -270,7 +270,7 @@ cdef class InFlightTable(CoreBase):
         finally:
             self.draining = self.direct = False
             if not hxa_mailbox_asleep(self.box) and not self.drain_scheduled and not self.finished:
-                # Capped, or a resumed task raised, say KeyboardInterrupt: the rest must not wait for a signal.
+                # Capped, or a resumed task raised, for example KeyboardInterrupt: the rest must not wait for a signal.
                 self.drain_scheduled = True
                 self.call_soon(_drain_again, self)
 
@@ -284,7 +284,7 @@ cdef class InFlightTable(CoreBase):
     cdef int _deliver(self) except -1:
         """Deliver the oldest event to the engine."""
         cdef hxa_event_node *node = self.event_nodes
-        # Taken off before the handler runs: an exception of a resumed task (KeyboardInterrupt) must not lose the others.
+        # Removed before the handler runs, because an exception of a resumed task (KeyboardInterrupt) must not lose the others.
         self.event_nodes = node.next
         topic = PyBytes_FromStringAndSize(<const char *>node.event.topic, node.event.topic_len)
         data = PyBytes_FromStringAndSize(<const char *>node.event.data, node.event.data_len)
@@ -306,16 +306,16 @@ cdef class InFlightTable(CoreBase):
         return failure(link, transfer.op.status, transfer.op.native, what, row)
 
     cdef int _settle_all(self) except -1:
-        """Settle everything that has arrived, whatever it costs; the end has no later pass."""
+        """Settle everything that has arrived without a cap, because close has no later pass."""
         cdef hxa_op *op
         self._deliver_all()
         while True:
-            if self.backlog == NULL:
-                self.backlog = hxa_mailbox_take_ops(self.box)
-                if self.backlog == NULL:
+            if self.ops == NULL:
+                self.ops = hxa_mailbox_take_ops(self.box)
+                if self.ops == NULL:
                     return 0
-            op = self.backlog
-            self.backlog = op.next
+            op = self.ops
+            self.ops = op.next
             self._settle(op)
 
     cdef int _deliver_all(self) except -1:
@@ -403,7 +403,7 @@ cdef class InFlightTable(CoreBase):
     # -- end
 
     cdef int _finish(self) except -1:
-        """End the core (C7): leak what is still pinned, and tell its waiters; return the number of operations leaked."""
+        """End the core (C7): leak what is still pinned, wake its waiters, and return the number of operations leaked."""
         cdef Transfer transfer
         cdef Drain drain
         cdef list leaked
@@ -433,7 +433,7 @@ cdef class InFlightTable(CoreBase):
         return len(leaked)
 
     cdef int _dispose(self) except -1:
-        """Free the mailbox once the core is finished and no driver is left that could post.
+        """Free the mailbox once the core is finished and all drivers that could post are closed.
 
         An engine that was never closed leaks it, because a driver's thread may hold its address.
         """
@@ -452,7 +452,7 @@ cdef class InFlightTable(CoreBase):
         hxa_mailbox_close(self.box)
         PyMem_RawFree(self.box)
         self.box = NULL
-        self.drivers = ()  # breaks the cycle through Driver.core, which the collector may not
+        self.drivers = ()  # breaks the cycle through Driver.core, which the collector may not break
         return 0
 
 
@@ -480,7 +480,7 @@ def _check_progress(InFlightTable core not None):
 
 
 def _expire(Transfer transfer not None):
-    """Fail a transfer whose time is up."""
+    """Fail a transfer whose timeout has passed."""
     transfer.timer = None
     transfer._time_out(f"did not finish within its timeout of {transfer.timeout:g} s")
 
@@ -529,7 +529,7 @@ cdef bint _touches_local(Transfer transfer, uint64_t start, uint64_t size):
     return False
 
 
-# -- the port for the engine package: what no user may call is no attribute of an engine
+# -- the port for the engine package; functions, so that users do not find them at an engine
 
 def start(InFlightTable core not None, loop not None, handler not None, double stall, int burst, uint64_t max_bytes_in_flight):
     """Bind a core to its event loop, for good.
@@ -565,7 +565,7 @@ def start(InFlightTable core not None, loop not None, handler not None, double s
 
 
 def must_be_open(InFlightTable core not None):
-    """Raise what any call on a closed, forked or foreign engine raises."""
+    """Raise an error if the engine is closed, forked, or belongs to another loop."""
     core._check()
 
 
@@ -591,7 +591,7 @@ def new_waiter(InFlightTable core not None):
 
 
 def checkpoint(InFlightTable core not None):
-    """Return an awaitable for a task that has nothing to wait for, so that others run now and then (C8), or None."""
+    """Return an awaitable with which a task that need not wait yields to others (C8), or None if it need not yield."""
     cdef Transfer pause
     core._spend(1)
     if core.budget > 0:
@@ -602,7 +602,7 @@ def checkpoint(InFlightTable core not None):
 
 
 def wait_for_room(InFlightTable core not None, uint64_t nbytes):
-    """Return an awaitable for the moment from which `nbytes` more may be submitted, or None if they may be now."""
+    """Return an awaitable that is done when `nbytes` more may be submitted, or None if they may be submitted now."""
     if not core.room_waiters and core._fits(nbytes):
         return None
     waiter = core._new_waiter()
@@ -611,7 +611,7 @@ def wait_for_room(InFlightTable core not None, uint64_t nbytes):
 
 
 def admit_waiters(InFlightTable core not None):
-    """Wake the waiters for room that fit, after one of them has given up: those behind it may need less."""
+    """Wake the waiters for room that fit, after one of them has given up, because later ones may need less."""
     core._admit()
 
 
@@ -642,14 +642,14 @@ async def settled(InFlightTable core not None, list transfers not None):
 
 
 def refuse_work(InFlightTable core not None):
-    """Take the first step of close (C7): no new work from here on."""
+    """Take the first step of close (C7): refuse new work from here on."""
     core.is_closed = True
     if core.room_waiters:
         core._admit()
 
 
 def finish(InFlightTable core not None):
-    """Take the last step of close: leak what is still pinned, and tell its waiters.
+    """Take the last step of close: leak what is still pinned, and wake its waiters.
 
     :return: the number of operations leaked.
     """
@@ -657,7 +657,7 @@ def finish(InFlightTable core not None):
 
 
 def after_fork(InFlightTable core not None):
-    """Close the child's copies of descriptors, in a child of fork(); nothing of the parent's is torn down."""
+    """Close the child's copies of descriptors, in a child of fork(), without effect on the parent."""
     cdef Driver driver
     for driver in core.drivers or ():
         driver.after_fork()

@@ -1,4 +1,4 @@
-# The loop's side of drivers and links; every field explained.
+# The fields of the loop's side of drivers and links.
 from libc.stdint cimport uint32_t, uint64_t
 
 from .driver cimport hxa_metadata, hxa_driver, hxa_event, hxa_instance, hxa_link, hxa_op, hxa_sink
@@ -24,9 +24,9 @@ cdef class CoreBase:
     cdef object event_loop            # the one event loop this engine belongs to (C9)
     cdef object call_soon             # loop.call_soon, bound once
     cdef unsigned long thread         # ident of the loop's thread
-    cdef bint finished                # the end: memory is released by its last holder
+    cdef bint finished                # closed completely: memory is released by its last holder
     cdef bint draining                # inside drain()
-    cdef bint direct                  # no task is current in there: a waiting one may be resumed directly (C4)
+    cdef bint direct                  # no task is current in drain(): a waiting one may be resumed directly (C4)
     cdef int burst                    # the most that one pass of the loop takes: completions; notifications of a link
     cdef int budget                   # work that may still finish inside calls before an await yields (C8)
     cdef tuple drivers                # Driver, in order of preference; a tuple, because the collector empties lists
@@ -56,7 +56,7 @@ cdef class Driver:
     cdef hxa_driver own               # a copy of its table; functions that it lacks are NULL
     cdef hxa_instance *instance       # NULL once closed
     cdef object capsule               # keeps the module, and so the table, alive
-    cdef object options               # keeps what they refer to alive
+    cdef object options               # keeps alive what the options refer to
     cdef CoreBase core
     cdef readonly int index           # position in CoreBase.drivers
     cdef readonly str name
@@ -84,7 +84,7 @@ cdef class Link:
     cdef int fd                       # the driver's descriptor that is watched, or -1
     cdef bint poll_scheduled
     cdef list stops                   # Transfer: the first stop, and the one that said that the peer is dead
-    cdef bint dead                    # a stop has said so
+    cdef bint dead                    # a stop has said that the peer is dead
     cdef object explain               # explain(): why the link is down, or None; see `explain_by`
 
     cdef int _must_exist(self, list fds) except -1

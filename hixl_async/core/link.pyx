@@ -16,7 +16,7 @@ from numbers import Real
 from .. import errors
 from .unpicklable import unpicklable
 
-# Notifications that a peer sent before its end are still taken, but only so many, because it may still be sending.
+# Notifications that a peer sent before its end are still taken, but only up to a limit, because it may still be sending.
 cdef enum: LAST_POLLS = 64, LAST_POLL_EVENTS = 256
 cdef enum: MAX_OPTIONS = 64
 
@@ -48,7 +48,7 @@ CAPABILITIES = {
 # The collector does not clear these before they are freed, because memories, whose views may die later, rely on them.
 @cython.no_gc_clear
 cdef class CoreBase:
-    """The part of a core that drivers, links, memories and transfers rely on: its loop and mailbox.
+    """The part of a core that drivers, links, memories and transfers use: its loop and mailbox.
 
     The methods are declared here and defined by `InFlightTable`.
     """
@@ -66,7 +66,7 @@ cdef class CoreBase:
         return self.n_in_flight
 
     cdef int _drain(self, bint direct) except -1:
-        """Settle what drivers posted; `direct`: no task is current, so a waiting one may be resumed at once (C4)."""
+        """Settle what drivers posted; with `direct` no task is current, so that a waiting one may be resumed at once (C4)."""
         raise NotImplementedError
 
     cdef int _deliver_all(self) except -1:
@@ -74,11 +74,11 @@ cdef class CoreBase:
         raise NotImplementedError
 
     cdef hxa_op *_begin_call(self, Link link) except NULL:
-        """Return the op of a link or memory call; `_end_call` must follow, whatever the driver answers."""
+        """Return the op of a link or memory call; `_end_call` must follow, whatever the driver returns."""
         raise NotImplementedError
 
     cdef object _end_call(self, hxa_op *op, int answer, str what, object memory=None):
-        """Return the driver's answer to such a call as an awaitable; `memory` stays pinned until the op is released."""
+        """Return the result of such a call as an awaitable; `memory` stays pinned until the op is released."""
         raise NotImplementedError
 
     cdef int _call_status(self, object call) except -1:
@@ -94,7 +94,7 @@ cdef class CoreBase:
         raise NotImplementedError
 
     cdef object _drained_transfers(self, list transfers):
-        """Return an awaitable for the release of these."""
+        """Return an awaitable for the release of transfers."""
         raise NotImplementedError
 
     cdef object _new_waiter(self):
@@ -112,7 +112,7 @@ cdef class CoreBase:
         raise NotImplementedError
 
 
-# The two gates from a driver's status to an exception, one for each root of the errors.
+# The two conversions of a driver's status to an exception, one for each root of the errors.
 cdef dict REFUSALS = {
     HXA_E_INVALID: errors.InvalidArgumentError,
     HXA_E_RANGE: errors.RangeError,
@@ -168,7 +168,7 @@ cdef tuple unpack_metadata(hxa_metadata *metadata):
 
 
 cdef int pack_metadata(hxa_metadata *metadata, bytes data, list fds) except -1:
-    """Fill `metadata` with what a peer sent; `fds` belong to the driver from here on, or are closed."""
+    """Fill `metadata` with bytes and descriptors of a peer; `fds` belong to the driver from here on, or are closed."""
     cdef Py_ssize_t i
     memset(metadata, 0, sizeof(hxa_metadata))
     if len(data) > HXA_METADATA_BYTES or len(fds) > HXA_METADATA_FDS:
@@ -184,7 +184,7 @@ cdef int pack_metadata(hxa_metadata *metadata, bytes data, list fds) except -1:
 
 
 def table_problem(capsule):
-    """Return why `capsule` is no driver table that this core understands, or None."""
+    """Return why `capsule` is not a driver table that this core supports, or None."""
     cdef const hxa_driver *table
     if not PyCapsule_IsValid(capsule, HXA_DRIVER_CAPSULE):
         return f"{capsule!r} is not a capsule named {HXA_DRIVER_CAPSULE.decode()!r}"
@@ -205,14 +205,14 @@ cdef dict OPEN_ERRORS = {HXA_E_INVALID: errors.InvalidArgumentError, HXA_E_UNSUP
 
 
 def _plain(value):
-    """Convert to what JSON knows: dicts and strings."""
+    """Convert a value to a type of JSON: dict or string."""
     if isinstance(value, Mapping):
         return dict(value)
     return os.fspath(value)
 
 
 cdef bytes option_text(str driver, key, value):
-    """Convert an option's value to what drivers take: text, 0 or 1 for a bool, JSON for mappings and lists."""
+    """Convert an option's value to text for the driver: 0 or 1 for a bool, JSON for mappings and lists."""
     # A driver that wraps another receives the address of the other's table.
     if PyCapsule_IsValid(value, HXA_DRIVER_CAPSULE):
         return hex(<size_t>PyCapsule_GetPointer(value, HXA_DRIVER_CAPSULE)).encode()
@@ -236,12 +236,12 @@ cdef bytes option_text(str driver, key, value):
 cdef class Driver:
     """An opened driver.
 
-    Public methods are for the engine package: no object of a user leads to a driver by public names.
+    Public methods are for the engine package; users cannot reach a driver by public names.
 
     ``Driver(core, capsule, name, options)`` opens it: for a core that `in_flight.start` has bound to a loop, with the table in
     `capsule`, under the name by which the engine and its peers know it, and with its own options by name.
 
-    :raises DriverLoadError: if `capsule` holds no table that this core understands.
+    :raises DriverLoadError: if `capsule` holds no table that this core supports.
     :raises InvalidArgumentError: if an option is malformed, or there are too many options or drivers.
     :raises DriverError: if the driver refuses to open.
     """
@@ -327,7 +327,7 @@ cdef class Driver:
         return self.core._end_call(op, self.table.start(self.instance, op) if self.table.start != NULL else HXA_DONE, what)
 
     def shutdown(self):
-        """End the background work that `close` would wait for.  No links are left, and `start` is over or has failed.
+        """End the background work that `close` would wait for; only without links, and after `start` has ended.
 
         :return: an awaitable.
         """
@@ -395,7 +395,7 @@ cdef class Driver:
 cdef class Link:
     """One driver's connection to one peer; `Driver.link_new` makes it.
 
-    Public methods are for the engine package: no object of a user leads to a link by public names.
+    Public methods are for the engine package; users cannot reach a link by public names.
     """
 
     def connect(self, bytes data not None, list fds not None):
@@ -441,18 +441,18 @@ cdef class Link:
             self.poll()
 
     def explain_by(self, explain):
-        """Let ``explain()`` say why the link is down, for the errors of its transfers.
+        """Set the function that says why the link is down, for the errors of its transfers.
 
         :param explain: returns the cause, and True if the peer's process is known to have ended; or None.
         """
         self.explain = explain
 
     def refuse(self):
-        """Accept no new work from here on."""
+        """Refuse new work from here on."""
         self.up = False
 
     def poll(self):
-        """Take what the peer sent; the next pass of the loop continues while there is more."""
+        """Receive what the peer sent; the next pass of the loop continues while there is more."""
         self._poll(False)
 
     cdef int _poll(self, bint direct) except -1:
@@ -471,8 +471,8 @@ cdef class Link:
     def pace(self, uint64_t bytes_per_second):
         """Limit the bandwidth.
 
-        :param bytes_per_second: the most from now on, reads and writes together; 0: no limit.
-        :raises DriverError: if the driver cannot do it.
+        :param bytes_per_second: the most from now on, for reads and writes together; 0 for no limit.
+        :raises DriverError: if the driver cannot limit its bandwidth.
         """
         cdef const hxa_driver *table = self.driver.table
         self._must_exist([])
@@ -485,9 +485,9 @@ cdef class Link:
             raise refusal(self.driver, -answer, 0, "limit of the bandwidth", self)
 
     def message(self, bytes data not None):
-        """Hand a message of the driver at the other end to ours; `connect` must have been called.
+        """Pass a message of the driver at the other end to ours; `connect` must have been called.
 
-        :raises ProtocolError: if our driver takes no messages, or cannot make sense of this one.
+        :raises ProtocolError: if our driver takes no messages, or this one is malformed.
         """
         cdef int answer
         if self.driver.table.message == NULL:
@@ -515,10 +515,10 @@ cdef class Link:
         return self.driver.core._drained_link(self)
 
     def stop(self, bint dead):
-        """Take what the peer sent so far, then refuse new work and end what runs.  Idempotent.
+        """Receive what the peer sent so far, then refuse new work and end the work in flight.  Idempotent.
 
-        :param dead: the peer's process is known to be gone; a second call may say so later.
-        :return: an awaitable, done when no thread of ours works for this link any more; cancelling it only ends the wait.
+        :param dead: True if the peer's process is known to have ended; a second call may say so later.
+        :return: an awaitable that is done when no thread of ours works for this link; cancelling it only ends the wait.
         """
         cdef CoreBase core = self.driver.core
         cdef hxa_op *op

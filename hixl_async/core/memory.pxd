@@ -1,4 +1,4 @@
-# Memories and ranges; every field explained.
+# The fields of memories and ranges.
 from cpython.buffer cimport Py_buffer
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -11,9 +11,9 @@ cdef class Memory:
     cdef char *address                # local memory: its first byte; NULL for remote memory
     cdef uint64_t nbytes
     cdef uint32_t rights              # HXA_RIGHT_*: the access that a peer may have
-    cdef bint usable                  # in new work
+    cdef bint usable                  # new work may use it
     cdef Py_ssize_t holds             # operations, and peers that have it mapped, that pin it
-    cdef Py_ssize_t retiring          # those of them that are drivers letting go of it
+    cdef Py_ssize_t retiring          # those among them that are drivers releasing it
     cdef Py_ssize_t exports           # buffer views of it
     cdef CoreBase core
     cdef list waiters                 # futures of released()
@@ -31,7 +31,7 @@ cdef class LocalMemory(Memory):
     cdef bint is_readonly
     cdef bint on_device
     cdef int allocator                # 1 + index of the driver that the pages belong to, or 0
-    cdef list retirements             # calls of drivers that let go of it in their own time
+    cdef list retirements             # pending calls of drivers that release it later
 
     cdef bint _awaits_drivers(self) except -1
     cdef int _give_back(self, int index) except -1
@@ -51,7 +51,7 @@ cdef class Places:
 
 cdef class RemoteMemory(Memory):
     cdef Link link
-    cdef object on_unmap              # called before a mapping that a device knows goes away
+    cdef object on_unmap              # called before a mapping that a device knows is removed
 
 
 cdef class LocalSlice:

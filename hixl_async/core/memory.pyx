@@ -1,4 +1,4 @@
-"""Memory that transfers may name, ranges of it, and the functions by which the engine package lends and closes it."""
+"""Memory that transfers may use, ranges of it, and the functions by which the engine package lends and closes it."""
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo, PyBuffer_Release
@@ -48,18 +48,18 @@ cdef str NO_REMOTE_ASSIGNMENT = (
     "a peer's region does not support item assignment; write to it by await engine.write(b\"data\", remote[0:4])"
 )
 cdef str NO_DELETION = "a region does not support item deletion; its size is fixed until it is closed"
-cdef str NO_VIEW = "this region lies on a device; copy it to the host to look at it"
+cdef str NO_VIEW = "this region is on a device; copy it to the host to view it"
 
 cdef object _of_region = unpicklable("let the other process get the region by its name, with await peer.region(name)")
 
-# Memories that a transport did not let go of; never given back (C7).
+# Memories that a transport did not release; never freed (C7).
 cdef list _leaked = []
 
 
 # The collector does not clear these before they are freed, because memoryviews of dead cycles call back into them.
 @cython.no_gc_clear
 cdef class Memory:
-    """Memory that transfers may name: a region of ours, or a peer's after its import."""
+    """Memory that transfers may use: a region of ours, or a peer's after its import."""
 
     __reduce__ = _of_region
 
@@ -89,7 +89,7 @@ cdef class Memory:
         return 0
 
     cdef int _end_use(self) except -1:
-        """Tell the waiters that no operation and no peer holds this closed memory, and release it."""
+        """Wake the waiters, because no operation and no peer holds this closed memory, and release it."""
         self.retiring = 0
         waiters, self.waiters = self.waiters, None
         for waiter in waiters or ():
@@ -98,7 +98,7 @@ cdef class Memory:
         return self._release_when_unused()
 
     def drained(self):
-        """Wait until no operation of this engine touches the memory, those included whose `Transfer` was dropped.
+        """Wait until no operation of this engine touches the memory, including those whose `Transfer` was dropped.
 
         :return: a future; cancelling it only ends the wait.
         :raises InvalidArgumentError: if the region belongs to no engine.
@@ -172,17 +172,17 @@ cdef class LocalMemory(Memory):
 
     @property
     def readonly(self):
-        """True if it was registered from a read-only buffer, so that reads into it are refused."""
+        """True if the memory was registered from a read-only buffer, so that reads into it are refused."""
         return self.is_readonly
 
     @property
     def device(self):
-        """True if the memory lies on a device, so that its address means nothing to the CPU."""
+        """True if the memory is on a device, where the CPU cannot reach its address."""
         return self.on_device
 
     @property
     def address(self):
-        """The address of the first byte in this process, or on its device; 0 once the memory was given back."""
+        """The address of the first byte in this process, or on its device; 0 once the memory is released."""
         return <size_t>self.address
 
     cdef int _release(self) except -1:
@@ -194,7 +194,7 @@ cdef class LocalMemory(Memory):
         if self.holds == 0 and self.allocator and not self._awaits_drivers():
             self._give_back(self.allocator - 1)
         if self.holds or self._awaits_drivers():
-            return 0  # a transport takes its time, and its release leads here again; or it never lets go
+            return 0  # a transport releases later, which calls this again, or never
         if self.address != NULL:
             self.address = NULL
             self.core.local_memories -= 1
@@ -203,7 +203,7 @@ cdef class LocalMemory(Memory):
         return 0
 
     cdef int _give_back(self, int index) except -1:
-        """Give one driver's handle back; a driver that lets go of it later pins what is left of the memory until then."""
+        """Release one driver's handle; a driver that releases it later pins the rest of the memory until then."""
         cdef hxa_mem *mem = self.mems[index]
         cdef Driver driver
         cdef hxa_op *op
@@ -234,7 +234,7 @@ cdef class LocalMemory(Memory):
     cdef int _leak(self, object error) except -1:
         _leaked.append(self)
         self.core.event_loop.call_exception_handler(
-            {"message": f"{self!r} is leaked: its transport did not let go of it", "exception": error}
+            {"message": f"{self!r} is leaked: its transport did not release it", "exception": error}
         )
         return 0
 
@@ -269,10 +269,10 @@ cdef class RemoteMemory(Memory):
         return 0
 
 
-# -- the port for the engine package: what no user may call is no attribute of a region
+# -- the port for the engine package; functions, so that users do not find them at a region
 
 def pin(Memory memory not None):
-    """Hold the memory beyond `retire`, for a peer that has it mapped; `unpin` undoes it."""
+    """Pin the memory beyond `retire`, because a peer has it mapped; `unpin` undoes it."""
     if memory.core is None:
         raise_gone(memory)
     memory.holds += 1
@@ -286,7 +286,7 @@ def unpin(Memory memory not None):
 
 
 def retire(Memory memory not None):
-    """Accept no new work from now on; the drivers' handles go with the last operation, peer and view.  Idempotent."""
+    """Refuse new work; the drivers' handles are released with the last operation, peer and view.  Idempotent."""
     if memory.usable:
         memory.usable = False
         if memory.address != NULL:
@@ -296,7 +296,7 @@ def retire(Memory memory not None):
 
 
 def registration(LocalMemory memory not None, Driver driver not None):
-    """Wait until peers may be told of this memory by `driver`, which knows it; to be called once for each driver.
+    """Wait until `driver`, which knows this memory, can export it; to be called once for each driver.
 
     :return: an awaitable.
     :raises ClosedError: if the memory was closed, or `driver` does not know it.
@@ -314,7 +314,7 @@ def export(LocalMemory memory not None, Driver driver not None, uint32_t rights)
     """Make the metadata with which a peer of `driver` imports this memory.
 
     :param rights: the most that the peer may do with it, HXA_RIGHT_*.
-    :return: ``(bytes, descriptors)``, the latter the caller's to close.
+    :return: ``(bytes, descriptors)``; the caller closes the descriptors.
     """
     cdef hxa_metadata metadata
     if memory.mems[driver.index] == NULL:
@@ -333,13 +333,13 @@ def known_to(LocalMemory memory not None, Driver driver not None):
 
 def import_remote(RemoteMemory memory not None, Link link not None, bytes data not None, list fds not None, uint64_t size,
                   uint32_t rights):
-    """Import what a peer exported.
+    """Import memory that a peer exported.
 
-    :param memory: a new memory, which stands for the peer's from here on.
+    :param memory: a new memory, which represents the peer's from here on.
     :param data: the metadata of the export.
     :param fds: its descriptors, which the driver owns from here on.
     :param size: bytes.
-    :param rights: what the peer grants, HXA_RIGHT_*.
+    :param rights: the access that the peer grants, HXA_RIGHT_*.
     :return: an awaitable; the memory is usable once it is done, and must be retired in any case.
     """
     cdef hxa_metadata metadata
@@ -369,12 +369,12 @@ def link_of(RemoteMemory memory not None):
 
 # -- ranges
 
-# Two types and not one with a common base: a base would cost each slicing a second constructor and destructor.
+# Two types without a common base, which would cost each slicing a second constructor and destructor.
 @cython.final
 @cython.freelist(64)
 @cython.no_gc_clear
 cdef class LocalSlice:
-    """A range of bytes of a region of this engine; made by ``region[a:b]``.
+    """A range of bytes of a region of this engine, made by ``region[a:b]``.
 
     It offers the buffer protocol: ``memoryview(region[a:b])``.
     """
@@ -441,7 +441,7 @@ cdef class LocalSlice:
 @cython.freelist(64)
 @cython.no_gc_clear
 cdef class RemoteSlice:
-    """A range of bytes of a peer's region; made by ``remote[a:b]``.  To see its bytes, read them into a local range."""
+    """A range of bytes of a peer's region, made by ``remote[a:b]``; read it into a local range to view its bytes."""
 
     __reduce__ = _of_region
 
@@ -514,7 +514,7 @@ cdef inline uint64_t _bound(PyObject *value, uint64_t default, str name) except?
 
 
 cdef uint64_t _odd_bound(object value, str name) except? <uint64_t>-1:
-    """Convert a bound that is no int of 64 bits."""
+    """Convert a bound that is not an int of 64 bits."""
     try:
         return value if PyLong_CheckExact(value) else PyNumber_Index(value)
     except (OverflowError, TypeError):
@@ -597,16 +597,16 @@ cdef int check_access(Memory remote, uint32_t verb) except -1:
     if remote.rights & needed == 0:
         word = "read" if verb == HXA_READ else "write"
         raise errors.AccessError(
-            f"{remote!r} does not grant {word!r}; its owner decides that by access= at allocate or register"
+            f"{remote!r} does not grant {word!r}; its owner chooses the access by access= of allocate or register"
         )
     return 0
 
 
 cdef int check_reach(LocalMemory local, Driver driver) except -1:
-    """Raise if `driver`, which does not know `local`, cannot move it all the same."""
+    """Raise if `driver`, which does not know `local`, cannot move it."""
     if local.on_device or driver.capabilities & HXA_CAP_LOCAL_ANY == 0:
         raise errors.BufferTypeError(
-            f"{local!r} is not known to driver {driver.name!r}, which cannot register it; use memory that it can"
+            f"{local!r} is not known to driver {driver.name!r}, which cannot register it; use memory that it can register"
         )
     return 0
 
@@ -619,8 +619,8 @@ cdef int check_contents(object buffer, Py_buffer *view) except -1:
         if not _holds_objects(buffer):
             return 0
         raise errors.BufferTypeError(
-            f"{type(buffer).__name__} holds references to Python objects, which mean nothing in another process: "
-            "transfer what they stand for, in an array of a plain dtype or pickled"
+            f"{type(buffer).__name__} holds references to Python objects, which are invalid in another process: "
+            "transfer their values in an array of a plain dtype, or pickle them"
         )
     except BaseException:
         PyBuffer_Release(view)
@@ -628,7 +628,7 @@ cdef int check_contents(object buffer, Py_buffer *view) except -1:
 
 
 cdef bint _holds_objects(object buffer) except -1:
-    """Return True if a buffer's items refer to Python objects; the dtype counts first, because some have no format."""
+    """Return True if a buffer's items refer to Python objects; the dtype is checked first, because some have no format."""
     cdef const char *at
     cdef bint name = False
     kind = getattr(buffer, "dtype", None)
@@ -639,7 +639,7 @@ cdef bint _holds_objects(object buffer) except -1:
     at = PyMemoryView_GET_BUFFER(buffer).format
     while at != NULL and at[0] != 0:
         if at[0] == b":":
-            name = not name  # a field's name stands between two
+            name = not name  # a field's name is between two colons
         elif at[0] == b"O" and not name:
             return True
         at += 1
@@ -647,13 +647,13 @@ cdef bint _holds_objects(object buffer) except -1:
 
 
 cdef class Places:
-    """Local memories by address, to look a buffer up for drivers that move registered memory only."""
+    """The local memories by address, to find a buffer's region for drivers that move only registered memory."""
 
     def __cinit__(self):
         self.bases, self.memories, self.ends = [], [], []
 
     cdef int add(self, LocalMemory memory) except -1:
-        """Enter a memory.  Idempotent."""
+        """Add a memory.  Idempotent."""
         if any([known is memory for known in self.memories]):
             return 0
         cdef Py_ssize_t at = bisect_right(self.bases, <size_t>memory.address)
@@ -662,7 +662,7 @@ cdef class Places:
         return self._measure()
 
     cdef int discard(self, LocalMemory memory) except -1:
-        """Take a memory out, if it is there."""
+        """Remove a memory, if it is there."""
         for at, known in enumerate(self.memories):
             if known is memory:
                 del self.bases[at], self.memories[at]
@@ -679,7 +679,7 @@ cdef class Places:
         return 0
 
     cdef LocalMemory find(self, uint64_t address, uint64_t size, int index):
-        """Return a memory that the driver of that index knows and that has all these bytes, or None."""
+        """Return a memory that the driver with this index knows and that has all these bytes, or None."""
         cdef LocalMemory memory
         cdef Py_ssize_t at = bisect_right(self.bases, address) - 1
         while at >= 0 and <uint64_t>self.ends[at] >= address + size:

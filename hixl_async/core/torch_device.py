@@ -1,4 +1,4 @@
-"""The requests to a device: to know a mapping of the host, and to copy between it and a tensor of the device."""
+"""The operations of torch devices: registering a mapping of the host, and copying between it and a tensor on the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["copy", "pin"]
 
 
 def pin(tensor: Any, address: int, nbytes: int) -> Callable[[], object] | None:
-    """Make host memory known to the device of `tensor`; CUDA would copy it by way of a buffer of its own, and wait for that.
+    """Register host memory with the device of `tensor`; otherwise CUDA would copy through a staging buffer, and block.
 
-    :return: a function that undoes it; None where the device needs no telling, or cannot be told.
+    :return: a function that undoes it; None if the device needs no registration, or refuses it.
     """
     if tensor.device.type != "cuda":
         return None
@@ -24,13 +24,13 @@ def pin(tensor: Any, address: int, nbytes: int) -> Callable[[], object] | None:
 
 
 def copy(tensor: Any, address: int, nbytes: int, to_device: bool) -> Any:
-    """Begin to copy a whole tensor, on the stream that is current for its device.
+    """Begin to copy a whole tensor, on the current stream of its device.
 
-    It raises only if nothing was queued.
+    It raises only if no copy was queued.
 
-    :return: an event of the device behind the copy, or another object whose ``query()`` tells of its end.
+    :return: an event of the device after the copy, or another object whose ``query()`` returns True once the copy has ended.
     """
-    import ctypes  # torch has brought it
+    import ctypes  # torch has imported it already
 
     torch = _torch()
     host = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
@@ -50,16 +50,16 @@ def copy(tensor: Any, address: int, nbytes: int, to_device: bool) -> Any:
 
 
 class _Unrecorded:
-    """The place of an event that could not be recorded behind a copy: once the stream is idle, the copy has failed."""
+    """A substitute for an event that could not be recorded after a copy: once the stream is idle, the copy has failed."""
 
     def __init__(self, stream: Any, error: Exception) -> None:
         self._stream = stream
         self._error = error
 
     def query(self) -> bool:
-        """Return False while the stream works.
+        """Return False while the stream is busy.
 
-        :raises Exception: the reason why the event was not recorded, once the copy can no longer move bytes.
+        :raises Exception: once the stream is idle, the reason why the event was not recorded.
         """
         if not self._stream.query():
             return False
@@ -67,5 +67,5 @@ class _Unrecorded:
 
 
 def _torch() -> Any:
-    """Return torch, which the caller has imported: the tensor is one of its own."""
+    """Return the torch module, which the caller has imported, because the tensor is one of its own."""
     return sys.modules["torch"]

@@ -1,4 +1,4 @@
-# Transfers; every field explained.
+# The fields of transfers.
 from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int64_t, uint64_t
 
@@ -23,7 +23,7 @@ cdef enum: ACTIVE, DONE, FAILED, CANCELLED
 # duration in units of COST_NANOSECONDS: 128 is roughly a tenth of a millisecond, against 3 to 6 us for the yield.
 cdef enum: BUDGET = 128
 cdef enum: COST_NANOSECONDS = 800
-cdef enum: SMALL_BYTES = 16 << 10  # below it reading the clock would cost more than it tells
+cdef enum: SMALL_BYTES = 16 << 10  # for smaller copies reading the clock would cost too much
 
 
 cdef class Drain:
@@ -48,8 +48,8 @@ cdef class Transfer:
     cdef object topic, note           # bytes that the batch points to
     cdef int outcome                  # ACTIVE, DONE, FAILED, CANCELLED
     cdef int cost                     # of awaiting it, once it is done (C8)
-    cdef bint control                 # no transfer: a link or memory call, or a waiter; not counted, no timeout
-    cdef bint held                  # accepted, and not yet released: linked in InFlightTable.first
+    cdef bint control                 # a link or memory call, or a waiter, not a transfer; not counted, no timeout
+    cdef bint held                    # accepted, and not yet released: linked in InFlightTable.first
     cdef bint abandoned               # the driver was told that its outcome no longer matters
     cdef public bint _asyncio_future_blocking
     cdef public object _cancel_message        # the argument of `cancel`
@@ -58,8 +58,8 @@ cdef class Transfer:
     cdef object callback, context     # the usual single waiter
     cdef list callbacks               # further (callback, context)
     cdef list drains                  # Drain objects that wait for the release
-    cdef double timeout               # seconds in which it must finish, 0: any
-    cdef object timer                 # TimerHandle of that
+    cdef double timeout               # seconds within which it must finish; 0: no limit
+    cdef object timer                 # TimerHandle of the timeout
     cdef double moved                 # loop time of the last progress seen
     cdef uint64_t landed              # bytes at that time
     cdef void *next                   # Transfer: list of operations in flight

@@ -7,7 +7,7 @@ from typing import Any, Never, final
 
 from ..types import TransferState
 
-# A future by its protocol and not by inheritance; only as a subclass do checkers take it for asyncio.wait and the like.
+# A future by its protocol, not by inheritance; type checkers accept only a subclass for asyncio.wait and similar functions.
 @final
 class Transfer(asyncio.Future[int]):
     _asyncio_future_blocking: bool

@@ -1,4 +1,4 @@
-"""Transfers: the slot of an operation in flight, which is also the future that a program awaits."""
+"""A transfer is the slot of an operation in flight, and also the future that a program awaits."""
 
 cimport cython
 from cpython.buffer cimport PyBuffer_Release
@@ -49,7 +49,7 @@ cdef tuple OUTCOMES = (TransferState.ACTIVE, TransferState.DONE, TransferState.F
 
 
 class _Unretrieved:
-    """Belongs to a failed transfer, and reports the failure to the loop's exception handler if it is never retrieved."""
+    """A report to the loop's exception handler, which is made if the failure of a transfer is never retrieved."""
 
     __slots__ = ("exception", "loop", "text")
 
@@ -64,7 +64,7 @@ class _Unretrieved:
 
 
 cdef class Drain:
-    """One future for the release of several operations."""
+    """A future for the release of several operations."""
 
     cdef int _one(self) except -1:
         self.missing -= 1
@@ -76,7 +76,7 @@ cdef class Drain:
 @cython.final
 @cython.freelist(128)
 cdef class Transfer:
-    """One accepted read, write or batch; a future: await it, or pass it to gather, wait, wait_for, timeout or shield.
+    """An accepted read, write or batch; a future: await it, or pass it to gather, wait, wait_for, timeout or shield.
 
     Its result is the number of bytes moved.  It has started when the call returns; awaiting only waits.  After a failure or
     a cancellation the contents of the target range are undefined, and the local memory stays pinned until `drained`.
@@ -92,7 +92,7 @@ cdef class Transfer:
         return f"<Transfer {self._describe()}, {OUTCOMES[self.outcome].value}{held}>"
 
     cdef str _describe(self):
-        """Return what it does, without its state."""
+        """Return a text for the operation, without its state."""
         what = "control" if self.control else "write" if self.batch.verb == HXA_WRITE else "read"
         peer = f" {'to' if self.batch.verb == HXA_WRITE else 'from'} {self.link.peer!r}" if self.link is not None else ""
         return f"{what}{peer} of {self.batch.bytes} bytes"
@@ -136,9 +136,10 @@ cdef class Transfer:
     def result(self):
         """Return the number of bytes moved.
 
-        :raises InvalidStateError: if it is not done.
-        :raises TransferError: if it failed.
-        :raises CancelledError: if it was cancelled.
+        :raises InvalidStateError: if the transfer is not done.
+        :raises TransferError: if the transfer failed: with `PeerLostError` if the peer went down, with `TransferTimeoutError`
+            if it made no progress or its timeout passed.
+        :raises CancelledError: if the transfer was cancelled.
         """
         if self.outcome == DONE:
             return self.op.bytes
@@ -147,8 +148,8 @@ cdef class Transfer:
     def exception(self):
         """Return the exception of a failed transfer, or None.
 
-        :raises InvalidStateError: if it is not done.
-        :raises CancelledError: if it was cancelled.
+        :raises InvalidStateError: if the transfer is not done.
+        :raises CancelledError: if the transfer was cancelled.
         """
         if self.outcome == DONE:
             return None
@@ -176,8 +177,9 @@ cdef class Transfer:
     def add_done_callback(self, fn, *, context=None):
         """Call ``fn(transfer)`` on the loop once the outcome is known.
 
+        :param fn: the callback; it gets this transfer.
         :param context: the context to run `fn` in; default: a copy of the current one.
-        :raises TypeError: if `fn` cannot be called.
+        :raises TypeError: if `fn` is not callable.
         """
         if not callable(fn):
             raise TypeError(f"a callback must be callable, not {fn!r}")
@@ -195,6 +197,7 @@ cdef class Transfer:
     def remove_done_callback(self, fn):
         """Remove every registration of `fn`.
 
+        :param fn: the callback that was registered.
         :return: the number of registrations removed.
         """
         cdef int removed = 0
@@ -210,10 +213,10 @@ cdef class Transfer:
     def cancel(self, msg=None):
         """End the wait and ask the driver to stop.
 
-        Bytes under way may still land, and the memory stays pinned until `drained`.
+        Bytes in flight may still land, and the memory stays pinned until `drained`.
 
-        :param msg: passed on to the CancelledError.
-        :return: False if the outcome is known already.
+        :param msg: the message of the CancelledError.
+        :return: True if this call cancelled the transfer; False if the outcome was known already.
         :raises WrongLoopError: on another thread than the loop's.
         """
         if self.outcome != ACTIVE:
@@ -254,16 +257,18 @@ cdef class Transfer:
 
         The driver is polled: soon at first, then when that many bytes are due at the rate so far.
 
-        :param nbytes: bytes, at most the transfer's own `nbytes`.
+        :param nbytes: the number of bytes, at most the transfer's own `nbytes`.
         :return: the number of bytes that have landed.
-        :raises InvalidArgumentError: if `nbytes` is no number of bytes in that range.
-        :raises TransferError: if the transfer fails before.
-        :raises CancelledError: if it is cancelled before.
+        :raises InvalidArgumentError: if `nbytes` is not a number of bytes in that range.
+        :raises TransferError: if the transfer fails first.
+        :raises CancelledError: if the transfer is cancelled first.
+        :raises WrongLoopError: on another thread than the loop's.
         """
         if not isinstance(nbytes, int) or not 0 <= nbytes <= self.batch.bytes:
-            raise errors.InvalidArgumentError(f"nbytes must be in 0..{self.batch.bytes}, the size of it, not {nbytes!r}")
+            raise errors.InvalidArgumentError(
+                f"nbytes must be in 0..{self.batch.bytes}, the size of the transfer, not {nbytes!r}")
         cdef double pause = SHORTEST_POLL
-        cdef int64_t since = hxa_now()  # a loop's own time may stand still within a pass
+        cdef int64_t since = hxa_now()  # a loop's own time may be constant within a pass
         cdef uint64_t landed, first
         self.core._must_be_on_thread()
         first = self.progress()
@@ -288,7 +293,7 @@ cdef class Transfer:
         return await self
 
     def drained(self):
-        """Wait until nothing reads or writes the local memory any more, whatever the outcome was.
+        """Wait until the driver has released the local memory, whatever the outcome was.
 
         :return: a future; cancelling it only ends the wait.
         :raises WrongLoopError: on another thread than the loop's.
@@ -298,7 +303,7 @@ cdef class Transfer:
     # -- life of the slot
 
     cdef int _resolve(self, int outcome, object exc) except -1:
-        """The only place where an outcome is set (C4)."""
+        """Set the outcome; the only function that does (C4)."""
         cdef object callback = self.callback, context = self.context, pair
         cdef CoreBase core = self.core
         self.outcome = outcome
@@ -322,7 +327,7 @@ cdef class Transfer:
             core.call_soon(pair[0], self, context=pair[1])
         # Last, because exceptions of the task (KeyboardInterrupt, SystemExit) pass through here.
         if direct:
-            core.direct = False  # now a task is current; those that it cancels or wakes must wait for the loop
+            core.direct = False  # now a task is current; tasks that it cancels or wakes must wait for the loop
             try:
                 direct = _resume(callback, context, self)
             finally:
@@ -332,7 +337,7 @@ cdef class Transfer:
         return 0
 
     cdef bint _stop(self) except -1:
-        """Ask the driver to give up and return whether it will; the release says when the memory is free."""
+        """Ask the driver to give up, and return True if it will; the release says when the memory is free."""
         cdef const hxa_driver *table
         if self.held and self.device is None and self.link is not None and self.link.link != NULL:
             table = self.link.driver.table
@@ -341,13 +346,13 @@ cdef class Transfer:
         return False
 
     cdef bint _waits(self) noexcept:
-        """Return True while the driver only keeps it waiting, behind others or a limit: then it is not stalled."""
+        """Return True while the driver keeps it waiting behind others or a limit, so that it is not stalled."""
         cdef const hxa_driver *table = self.link.driver.table
         return (self.held and self.device is None and self.link.link != NULL and table.waits != NULL
                 and table.waits(self.link.link, &self.op))
 
     cdef bint _abandonable(self) noexcept:
-        """Return True if the driver can be told to release the memory in bounded time, and was not told so yet."""
+        """Return True if the driver can be told to release the memory in bounded time, and was not told yet."""
         return (self.held and not self.abandoned and self.device is None and self.link.link != NULL
                 and self.link.driver.table.abandon != NULL)
 
@@ -361,7 +366,7 @@ cdef class Transfer:
             )
             self._resolve(FAILED, exc)
             stopped = self._stop()
-        # Who cancels by himself only ends his wait; what runs out of time may cost the link.
+        # A caller that cancels only ends its wait; a transfer that times out may cost the link.
         if not stopped and self._abandonable():
             self.abandoned = True
             self.link.driver.table.abandon(self.link.link, &self.op)
@@ -374,7 +379,7 @@ cdef class Transfer:
         return index if index >= 0 else None
 
     cdef int _unpin(self) except -1:
-        """Let go of the memory; called once, at the release or when the submit was refused or finished inside the call."""
+        """Unpin the memory; called once, at the release or when the submit was refused or finished inside the call."""
         cdef Memory memory
         cdef object local = self.local
         self.local = None
@@ -414,7 +419,7 @@ cdef PySendResult _transfer_send(PyObject *me, PyObject *value, PyObject **resul
     cdef object out
     if self.outcome == ACTIVE:
         self._asyncio_future_blocking = True
-        self.cost = 0  # others run meanwhile
+        self.cost = 0  # other tasks run meanwhile
         out = self
     elif self.outcome == DONE:
         if self.cost and self.core.budget <= 0:
@@ -462,7 +467,7 @@ hxa_seal(Transfer, _refuse_transfer)
 def wake(Transfer waiter not None):
     """End a wait that `in_flight.new_waiter` began.  Idempotent."""
     if waiter.link is not None:
-        raise TypeError(f"{waiter!r} is no waiter; only its driver can end it")
+        raise TypeError(f"{waiter!r} is not a waiter; only its driver can end it")
     if waiter.outcome == ACTIVE:
         waiter._resolve(DONE, None)
 

@@ -1,4 +1,4 @@
-"""The refusal to pickle or copy objects that mean nothing outside of their engine."""
+"""The refusal to pickle or copy objects that are invalid outside of their engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def unpicklable(remedy: str) -> Callable[[Any], NoReturn]:
 
     def refuse(self: Any) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} objects can be neither pickled nor copied, because they stand for memory and connections "
+            f"{type(self).__name__} objects can be neither pickled nor copied, because they represent memory and connections "
             f"of this process: {remedy}"
         )
 

@@ -1,4 +1,4 @@
-"""The registry of drivers: found by entry point, loaded on demand, never chosen by name in code."""
+"""The registry of drivers, which are found by entry points and loaded on demand."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ logger = logging.getLogger("hixl_async")
 #: The entry-point group; a value names a module's capsule, e.g. ``"my_package._fabric:DRIVER"``.
 GROUP = "hixl_async.drivers"
 
-#: The option that names a driver to put around another: ``drivers={"shm": {"wrapper": "faulty", ...}}``.  The wrapped one keeps
-#: its name, by which peers find it, and the other options go to the wrapper.
+#: The option that names a driver to wrap another: ``drivers={"shm": {"wrapper": "faulty", ...}}``.  The wrapped one keeps its
+#: name, by which peers find it, and the other options are passed to the wrapper.
 WRAPPER = "wrapper"
 
 # Used where the package runs from a source tree and so has no installed entry points.
 _BUILT_IN = {name: EntryPoint(name, f"hixl_async.drivers._{name}:DRIVER", GROUP) for name in ("shm", "faulty", "hixl")}
 
 
-# Those that were found so far.  To look for them opens a file of every distribution that is installed, hundreds of them where
-# models are served, and that while an engine is opened, on the loop's thread.
+# A cache, because a search opens a file of every installed distribution, of which there may be hundreds, on the loop's thread
+# while an engine is opened.
 _known: dict[str, EntryPoint] = {}
 
 
@@ -41,24 +41,23 @@ def _installed() -> Iterable[EntryPoint]:
     try:
         return entry_points(group=GROUP)
     except Exception as error:
-        # A file of every distribution is read, and whatever is wrong with one of them comes out here.
+        # A file of every distribution is read, and any of them may be broken.
         why = f"{type(error).__name__}: {error}"
         logger.warning(
-            "no drivers of other packages were looked for: entry points of some package are unreadable: %s", why
+            "drivers of other packages are not available: the entry points of a package are unreadable: %s", why
         )
         return ()
 
 
 def names() -> list[str]:
-    """Names of all drivers that are installed, whether or not they can be loaded here."""
+    """Return the names of all drivers that are installed, also those that cannot be loaded here."""
     return sorted(_look())
 
 
 def load(name: str) -> Any:
-    """The capsule with the driver's table.
+    """Return the capsule with a driver's table.
 
-    :raises DriverLoadError: if there is no such driver, or its module cannot be imported, whatever it raises, or does not fit
-        this core.
+    :raises DriverLoadError: if there is no such driver, its module cannot be imported, or its table does not fit this core.
     """
     entry = _known.get(name) or _look().get(name)
     if entry is None:
@@ -77,10 +76,10 @@ def load(name: str) -> Any:
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The table to open for driver `name`, its wrapper's where `options` names one, and the options for it.
+    """Return the table to open for a driver, or that of the wrapper that `options` names, and the options for it.
 
-    :raises DriverLoadError: as `load`.
-    :raises InvalidArgumentError: if what the options name is no string.
+    :raises DriverLoadError: if one of the two cannot be loaded.
+    :raises InvalidArgumentError: if the name of the wrapper is not a string.
     """
     rest = dict(options)
     wrapper = rest.pop(WRAPPER, None)
@@ -92,7 +91,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
 
 
 def available() -> list[DriverInfo]:
-    """What ``hixl-async info`` shows: every driver with its capabilities, or the reason why it is missing."""
+    """Return every driver with its capabilities, or the reason why it cannot be loaded, for ``hixl-async info``."""
     rows = []
     for name in names():
         try:

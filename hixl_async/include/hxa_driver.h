@@ -13,8 +13,8 @@
  *       never call back into the driver.  Threads of a driver must not hold a lock around them that a call of T2
  *       waits for.
  *   T4  An accepted op (HXA_PENDING) gets exactly one HXA_COMPLETED and then, or with it, exactly one HXA_RELEASED.  Ops that
- *       are done or refused get neither.  COMPLETED says that the outcome in the op's fields is final; RELEASED says that nothing
- *       reads or writes the local memory of the op any more, and is the last time that the driver touches op or batch.
+ *       are done or refused get neither.  COMPLETED says that the outcome in the op's fields is final; RELEASED says that the
+ *       local memory of the op is no longer read or written, and is the last time that the driver touches op or batch.
  *   T5  Order: the data of a batch is visible at the target before its signal, and the signal before its notification.  Two
  *       batches have no order.  Notifications of one link arrive in the order in which their batches finished.
  *   T6  Values in memory that a peer can write are read once into a copy, and the copy is checked against limits before use.
@@ -47,15 +47,15 @@ enum {                       /* hxa_op.status, and negated the refusal of a call
     HXA_E_UNSUPPORTED = 4,   /* this driver cannot do that */
     HXA_E_NOMEM = 5,         /* memory, descriptors or address space ran out */
     HXA_E_BUSY = 6,          /* a bounded resource is in use; try again later */
-    HXA_E_LINK = 7,          /* the link is down, or the peer is gone */
+    HXA_E_LINK = 7,          /* the link is down, or the peer has ended */
     HXA_E_CANCELLED = 8,     /* stopped by `cancel` before all bytes moved */
     HXA_E_TIMEOUT = 9,       /* the transport gave up waiting */
     HXA_E_PROTOCOL = 10,     /* the peer's half of the metadata, or its ring, is malformed */
     HXA_E_SYSTEM = 11        /* errno in `native` */
 };
 
-/* The refusal of a call, with the transport's own code (errno, for example), for which a call without an op has no other
- * place.  A refusal without such a code is just the negated status. */
+/* The refusal of a call with the transport's own code (errno, for example), because a call without an op has no other place
+ * for it.  A refusal without such a code is just the negated status. */
 #define HXA_REFUSAL(status, native) (-((int)(status) | (int)(native) << 8))
 static inline int32_t hxa_refusal_status(int answer) { return -answer & 0xff; }
 static inline int32_t hxa_refusal_native(int answer) { return -answer >> 8; }
@@ -155,7 +155,7 @@ enum hxa_event_kind {
     HXA_EVENT_LOG = 4,        /* data is a line for the log; a warning if status is not 0 */
     HXA_EVENT_MESSAGE = 5     /* data, at most HXA_MESSAGE_BYTES, is for the driver at the other end of the link: the core carries
                                * it over the control connection, in order, to `message` there.  A peer that does not read is
-                               * dropped when a thousand messages or 512 KiB wait for it, so keep less than that under way.
+                               * dropped when a thousand messages or 512 KiB wait for it, so a driver must keep less queued.
                                * After link_stop has finished a driver only replies. */
 };
 
@@ -193,19 +193,19 @@ typedef struct hxa_driver {
     const char *(*error_text)(int32_t status, int32_t native);     /* static or thread-local text */
 
     /* Memory.  rights is the most access that any peer may be given.  import needs a link that is up and owns the metadata's
-     * descriptors from the call on; once it has returned PENDING *mem needs mem_release, whatever becomes of the op.  A refusal of import or
-     * connect may leave its reason in op->native.  alloc is the exception to T2: it returns an address, so it takes as
-     * long as the transport's own allocation does. */
+     * descriptors from the call on; once it has returned PENDING *mem needs mem_release, whatever the outcome of the op.  A
+     * refusal of import or connect may leave its reason in op->native.  alloc is the exception to T2: it returns an address, so
+     * it takes as long as the transport's own allocation does. */
     int (*mem_alloc)(hxa_instance *self, uint64_t size, uint32_t rights, hxa_mem **mem, void **address);
     int (*mem_register)(hxa_instance *self, void *address, uint64_t size, uint32_t kind, uint32_t rights, hxa_mem **mem);
     int (*mem_export)(hxa_mem *mem, uint32_t rights, hxa_metadata *metadata);
     int (*mem_import)(hxa_link *link, const hxa_metadata *metadata, uint64_t size, uint32_t rights, hxa_mem **mem, hxa_op *op);
-    void (*mem_release)(hxa_mem *mem);                 /* ours or imported; no op uses it any more */
+    void (*mem_release)(hxa_mem *mem);                 /* ours or imported; no op uses it */
 
     /* Links.  new makes our half and its metadata; connect joins it with the peer's metadata; fd (or -1) is readable when poll has
      * work, and the core also polls once after connect.  stop ends our side: accepted ops of the link complete with HXA_E_LINK and
      * are released when no thread of ours touches their memory any more, then op finishes; new submits are refused.  dead, if
-     * not 0, says that the peer's process is known to be gone, so nothing waits for it.  fence is done when the peer can no
+     * not 0, says that the peer's process is known to have ended, so nothing waits for it.  fence is done when the peer can no
      * longer touch memory of ours through this link (it may never come; stop with dead=1 ends it too).  free comes after stop
      * finished. */
     int (*link_new)(hxa_instance *self, uint64_t cookie, hxa_link **link, hxa_metadata *metadata);
@@ -238,23 +238,23 @@ typedef struct hxa_driver {
     int (*message)(hxa_link *link, const void *data, size_t len);
     int (*abandon)(hxa_link *link, hxa_op *op);
 
-    /* At most so many bytes per second from now on, 0: any; may be NULL. */
+    /* Limit the bytes per second from now on; 0 for no limit; may be NULL. */
     int (*link_pace)(hxa_link *link, uint64_t bytes_per_second);
 
     /* Facts about this instance and the transport below it, for people: lines of "name: text", valid until the next call; also
      * before start; may be NULL. */
     const char *(*about)(hxa_instance *self);
 
-    /* The mapped address of imported memory, for a device that copies to it, and from it, by itself; the link is neither fenced
-     * nor stopped before it is given back.  DONE or a refusal; may be NULL. */
+    /* Lend the mapped address of imported memory to a device that copies by itself; the link is neither fenced nor stopped before
+     * mem_return.  DONE or a refusal; may be NULL. */
     int (*mem_borrow)(hxa_link *link, hxa_mem *mem, void **address);
     void (*mem_return)(hxa_link *link, hxa_mem *mem);
 
-    /* 1 while an op only waits for its turn, behind others or a limit, so that no progress of its own is due; may be NULL. */
+    /* Return 1 while an op only waits behind others or a limit, so that it is not stalled; may be NULL. */
     int (*waits)(hxa_link *link, const hxa_op *op);
 } hxa_driver;
 
-/* The least that `size` may be: all that drivers had before the table grew. */
+/* The least `size` of a table: the members that all drivers have. */
 #define HXA_DRIVER_MIN_SIZE offsetof(hxa_driver, start)
 
 /* Shorthands for drivers. */

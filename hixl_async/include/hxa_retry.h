@@ -1,11 +1,11 @@
-/* A signal that the program handles interrupts system calls of the thread that it is delivered to; that is no failure. */
+/* A signal that the program handles interrupts system calls of the thread that it is delivered to; that is not a failure. */
 #ifndef HXA_RETRY_H
 #define HXA_RETRY_H
 
 #include <errno.h>
 
-/* The answer of a system call that answers a negative number and EINTR when it was interrupted, and is then called again.
- * Not for close, which must not be repeated: the descriptor is gone, and its number may be in use again. */
+/* Repeat a system call that returns a negative number with EINTR while it is interrupted.  Not for close, which must not be
+ * repeated, because the descriptor is closed and its number may be in use again. */
 #define HXA_RETRY(call)                                      \
     (__extension__({                                         \
         __typeof__(call) hxa_answer_;                        \

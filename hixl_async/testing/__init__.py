@@ -1,6 +1,6 @@
-"""Tools for the tests of your own programs: faults on demand, engines in pairs and processes, and proof that nothing leaks.
+"""Tools for the tests of your own programs: fault injection, engines in pairs and processes, and leak checks.
 
-Nothing here is imported by the package itself.
+The package itself does not import them.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Proof that nothing leaked: what a process holds before and after."""
+"""A leak check: the resources of a process before and after."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NUMBERS = re.compile(r":?\[\d+\]|\d+")
 
 
 class BalanceSheet:
-    """A snapshot of what this process holds, to be compared with what it holds later.
+    """A snapshot of the resources of this process, to be compared with its resources later.
 
-    It counts, over all open engines, in-flight transfers, pinned slots, regions, remote regions and peers; and of this
-    process the descriptors, the threads (Python's and native ones), the mappings of memfds, and the names in /dev/shm: those
-    that bear its id, and those of the package that bear no process's id.  Less than before is no imbalance.
+    It counts, over all open engines, transfers in flight, pinned slots, regions, remote regions and peers; and of this process
+    the descriptors, the threads (Python's and native ones), the mappings of memfds, and the names in /dev/shm that contain its
+    id, or that belong to the package and contain no process's id.  Only increases are reported.
 
     ::
 
@@ -35,7 +35,7 @@ class BalanceSheet:
             async with engine_pair() as pair:
                 ...
 
-    :param ignore: prefixes of rows not to be compared, for example ``"thread asyncio"``.
+    :param ignore: the prefixes of rows that are not compared, for example ``"thread asyncio"``.
     """
 
     def __init__(self, *, ignore: Iterable[str] = ()) -> None:
@@ -43,7 +43,7 @@ class BalanceSheet:
         self._before = _take()
 
     def differences(self) -> list[str]:
-        """Return a line for each thing that there is more of than at the snapshot."""
+        """Return a line for each resource that has increased since the snapshot."""
         after = _take()
         return [
             f"{row}: {self._before[row]} before, {count} now"
@@ -52,23 +52,23 @@ class BalanceSheet:
         ]
 
     def check(self) -> None:
-        """Compare now with the snapshot.
+        """Compare the resources with the snapshot.
 
-        :raises AssertionError: if there is more of anything than before; the message lists it.
+        :raises AssertionError: if a resource has increased; the message lists all increases.
         """
         found = self.differences()
         if found:
-            # Unreachable cycles are no leak, but only their collection shows that.
+            # Unreachable cycles are not a leak, but only their collection shows that.
             gc.collect()
             found = self.differences()
         if found:
             raise AssertionError("left over:\n  " + "\n  ".join(found))
 
     async def settle(self, timeout: float = 5.0) -> None:
-        """Wait until everything is back, then `check`.
+        """Wait until no resource has increased.
 
         :param timeout: the most seconds to wait.
-        :raises AssertionError: if there is more of anything than before; the message lists it.
+        :raises AssertionError: if a resource has still increased then; the message lists all increases.
         """
         if self.differences():
             gc.collect()
@@ -78,10 +78,10 @@ class BalanceSheet:
             self.check()
 
     def settle_blocking(self, timeout: float = 5.0) -> None:
-        """Do as `settle` outside of an event loop; the thread blocks meanwhile.
+        """Block the thread until no resource has increased; for use outside of an event loop.
 
         :param timeout: the most seconds to wait.
-        :raises AssertionError: if there is more of anything than before; the message lists it.
+        :raises AssertionError: if a resource has still increased then; the message lists all increases.
         """
         if self.differences():
             gc.collect()
@@ -103,17 +103,17 @@ class BalanceSheet:
 async def until(condition: Callable[[], object], *, timeout: float = 30.0, what: str = "the condition") -> None:
     """Wait until a condition is true; the loop runs meanwhile.
 
-    :param condition: called often.
+    :param condition: a function that returns a true value once the condition is true; called often.
     :param timeout: real seconds, also where the loop's clock is a virtual one.
-    :param what: the condition in words, for the error.
-    :raises TimeoutError: if it did not come true in time.
+    :param what: a description of the condition, for the error.
+    :raises TimeoutError: if the condition did not become true in time.
     """
     deadline = time.monotonic() + timeout
     pause = 0.0
     virtual = hasattr(asyncio.get_running_loop(), "advance")
     while not condition():
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"{what} did not come true within {timeout:g} s")
+            raise TimeoutError(f"{what} did not become true within {timeout:g} s")
         await asyncio.sleep(0 if virtual else pause)
         pause = min(pause + 0.0005, 0.02)
 
@@ -138,7 +138,7 @@ def _descriptors() -> Iterable[str]:
             target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:
             continue  # the listing's own
-        # Loops keep a spare /dev/null for the day on which descriptors run out.
+        # Listeners keep a spare descriptor of /dev/null, to accept connections when descriptors are exhausted.
         if not target.startswith("/proc/") and target != "/dev/null":
             yield f"descriptor {_NUMBERS.sub('', target)}"
 
@@ -162,6 +162,6 @@ def _mappings() -> Iterable[str]:
 def _names() -> Iterable[str]:
     for name in os.listdir(_SHM) if _SHM.is_dir() else ():
         numbers = re.findall(r"\d+", name)
-        # A name of the package that bears another process's id is that process's, for example another test worker's.
+        # A name of the package that contains another process's id belongs to that process, for example to a test worker.
         if str(os.getpid()) in numbers or ("hixl" in name and not numbers):
             yield f"name {_SHM / name}"

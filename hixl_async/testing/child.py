@@ -1,4 +1,4 @@
-"""What runs in the process that `peer_process` starts."""
+"""The program of the process that `peer_process` starts."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from ..engine.region import RemoteRegion
 from ..types import AccessLike
 from .plan import FaultPlan, faulty
 
-# -- what it can be asked for: functions of the engine with JSON-safe arguments and results
+# -- the commands: functions of the engine with JSON-safe arguments and results
 
 
 def address(engine: Engine) -> str:
-    """Where it listens."""
+    """Return the address at which the engine listens."""
     return engine.address
 
 
 def allocate(engine: Engine, name: str, size: int, access: AccessLike) -> None:
-    """A new region."""
+    """Allocate a region."""
     engine.allocate(name, size, access=access)
 
 
 def peek(engine: Engine, region: str, start: int, stop: int | None) -> str:
-    """Bytes of a region."""
+    """Return bytes of a region."""
     return base64.b64encode(bytes(memoryview(engine.regions[region])[start:stop])).decode()
 
 
 def poke(engine: Engine, region: str, data: str, start: int) -> None:
-    """Changes bytes of a region."""
+    """Store bytes into a region."""
     raw = base64.b64decode(data)
     memoryview(engine.regions[region])[start : start + len(raw)] = raw
 
 
 async def connect(engine: Engine, address: str) -> str:
-    """Connects to another engine."""
+    """Connect to another engine."""
     return (await engine.connect(address)).name
 
 
 async def write(engine: Engine, peer: str, region: str, data: str, start: int, notify: tuple[str, str] | None) -> int:
-    """Writes into a peer's region."""
+    """Write into a peer's region."""
     raw = base64.b64decode(data)
     remote = await _remote(engine, peer, region)
     note = None if notify is None else (notify[0], base64.b64decode(notify[1]))
@@ -54,14 +54,14 @@ async def write(engine: Engine, peer: str, region: str, data: str, start: int, n
 
 
 async def read(engine: Engine, peer: str, region: str, start: int, stop: int) -> str:
-    """Reads from a peer's region."""
+    """Read from a peer's region."""
     buffer = bytearray(stop - start)
     await engine.read(buffer, (await _remote(engine, peer, region))[start:stop])
     return base64.b64encode(buffer).decode()
 
 
 def stats(engine: Engine) -> dict[str, int]:
-    """Counters and gauges."""
+    """Return the engine's counters and gauges."""
     return engine.stats()._asdict()
 
 

@@ -1,4 +1,4 @@
-"""A loop whose clock is moved by the test, so that timeouts pass without waiting."""
+"""A loop whose clock the test moves, so that timeouts pass without waiting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         await asyncio.get_running_loop().advance(30)
         assert isinstance(transfer.exception(), TransferTimeoutError)
 
-    What does not go by the loop's clock, such as a fault plan's delays, keeps to real time.
+    Other timers, such as those of a fault plan's delays, run in real time.
     """
 
     def __init__(self) -> None:
@@ -44,14 +44,17 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
         :param when: virtual seconds, as `time` returns them.
         :param callback: called with `args` in `context`.
+        :param args: the arguments of `callback`.
+        :param context: the context to run `callback` in; default: a copy of the current one.
+        :return: the timer, which can be cancelled.
         """
         heapq.heappush(self._whens, when)
         return super().call_at(when, callback, *args, context=context)
 
     async def advance(self, seconds: float) -> None:
-        """Move the clock, and stop at every timer on the way so that each runs at its own time.
+        """Move the clock, and stop at every timer on the way, so that each runs at its own time.
 
-        :param seconds: by how much.
+        :param seconds: the seconds by which the clock is moved.
         """
         end = self._now + seconds
         while self._whens and self._whens[0] <= end:
@@ -62,6 +65,6 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
     @staticmethod
     async def _run_due() -> None:
-        # Timers that are due run after what is ready already, and what they wake up in the pass after that.
+        # Timers that are due run after the callbacks that are ready already, and tasks that they wake in the pass after that.
         for _ in range(3):
             await asyncio.sleep(0)

@@ -16,11 +16,11 @@ __all__ = ["EnginePair", "engine_pair"]
 
 
 class EnginePair(NamedTuple):
-    """Two engines and each one's view of the other."""
+    """Two connected engines, and the view that each has of the other."""
 
-    #: The one that connected; it has the drivers that `engine_pair` was given.
+    #: The engine that connected; it has the drivers that `engine_pair` was given.
     left: Engine
-    #: The one that listens.
+    #: The engine that listens.
     right: Engine
     #: The right engine as the left one sees it.
     peer: Peer
@@ -30,11 +30,14 @@ class EnginePair(NamedTuple):
     async def region(
         self, name: str = "region", size: int = 1 << 16, *, access: AccessLike = "read-write"
     ) -> tuple[Region, RemoteRegion]:
-        """Allocate a region in the right engine; return it, and the remote region that the left engine sees.
+        """Allocate a region in the right engine, and import it in the left one.
 
         :param name: unique in the right engine.
         :param size: bytes.
-        :param access: what the left engine may do with it.
+        :param access: the access of the left engine: ``"read"``, ``"write"`` or ``"read-write"``.
+        :return: the region of the right engine, and the remote region that the left engine sees.
+        :raises InvalidArgumentError: if an argument is malformed or the name is taken.
+        :raises DriverError: if there is not enough memory.
         """
         region = self.right.allocate(name, size, access=access)
         return region, await self.peer.region(name)
@@ -52,9 +55,11 @@ async def engine_pair(
             region, remote = await pair.region("kv", 4096)
             await pair.left.write(b"hello", remote[0:5])
 
-    :param drivers: of the left engine.
-    :param other: of the right engine; default: the same drivers, without their options and so without their faults.
-    :param settings: of both engines.
+    :param drivers: the drivers of the left engine, as for `Engine`: names, or a mapping of names to options.
+    :param other: the drivers of the right engine; default: the same drivers, without their options and so without faults.
+    :param settings: other arguments of `Engine`, for both engines.
+    :return: an async context manager of the `EnginePair`.
+    :raises HixlError: on entering, if an engine cannot be opened, or they cannot connect.
     """
     if other is None and drivers is not None:
         other = list(drivers)

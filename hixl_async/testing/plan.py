@@ -1,4 +1,4 @@
-"""Fault plans: which transfers are delayed, held, failed or lost, by a seed, so that a run can be repeated."""
+"""Fault plans, which delay, hold, fail or lose operations; a seed makes their random choices repeatable."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..errors import InvalidArgumentError
 
 __all__ = ["FaultCounts", "FaultPlan", "Part", "Status", "Verb", "faulty"]
 
-#: Which operations a rule looks at; ``"note"``: a signal or notification without data; ``"call"``: the driver's own start
-#: and shutdown, and what makes memory ready for peers and retires it.
+#: The operations to which a rule applies; ``"note"``: a signal or notification without data; ``"call"``: the driver's own
+#: start and shutdown, the connecting of a link, and the calls that make memory ready for peers and retire it.
 Verb: TypeAlias = Literal["any", "transfer", "read", "write", "note", "call", "start", "shutdown", "ready", "retire"]
-#: What a delay holds back: the whole operation, the report of its outcome, or its signal and notification.
+#: The part that is delayed: the whole operation, the report of its outcome, or its signal and notification.
 Part: TypeAlias = Literal["operation", "outcome", "note"]
-#: How an operation fails.
+#: The kind of failure of an operation.
 Status: TypeAlias = Literal[
     "invalid", "range", "rights", "unsupported", "nomem", "busy", "link", "cancelled", "timeout", "protocol", "system"
 ]
@@ -40,33 +40,33 @@ _LAYOUT, _RULES = 1, 64
 
 
 class FaultCounts(NamedTuple):
-    """The faults that a plan has injected so far, by kind."""
+    """The numbers of faults that a plan has injected so far, by kind."""
 
-    #: Operations that were looked at: every read, write, batch, signal and notification.
+    #: Operations that the plan has seen: every read, write, batch, signal and notification.
     ops: int
-    #: Delayed in whole or in part.
+    #: Operations that were delayed in whole or in part.
     delayed: int
-    #: Put on the virtual wire.
+    #: Operations that were limited by `bandwidth`.
     paced: int
-    #: Held by `hold`.
+    #: Operations that `hold` held.
     held: int
-    #: Stopped halfway by `stall`.
+    #: Operations that `stall` stopped halfway.
     stalled: int
-    #: Let go by `release`.
+    #: Operations that `release` released.
     released: int
-    #: Held by `late`.
+    #: Operations that `late` held.
     late: int
-    #: Late ones whose bytes landed after their failure had been reported.
+    #: Operations of `late` whose bytes landed after their failure had been reported.
     landed_late: int
-    #: Failed by `fail`.
+    #: Operations that `fail` failed.
     failed: int
-    #: Completed in another order than submitted.
+    #: Operations that completed in another order than submitted.
     reordered: int
-    #: Links broken.
+    #: Links that were broken.
     broken: int
-    #: Refused.
+    #: Operations that were refused.
     busy: int
-    #: Finished by another thread because of `pending`.
+    #: Operations that another thread finished because of `pending`.
     pending: int
     #: Gauge: operations that wait for `release` now.
     holding: int
@@ -95,7 +95,7 @@ class _Rule(ctypes.Structure):
 
 
 class _Block(ctypes.Structure):
-    """``faulty_block`` of drivers/faulty/control.h: what plan and driver share."""
+    """``faulty_block`` of drivers/faulty/control.h: the memory that plan and driver share."""
 
     _fields_ = (
         ("version", ctypes.c_uint32),
@@ -123,21 +123,22 @@ class _Saying(ctypes.Structure):
 class FaultPlan:
     """A list of faults, given to an engine by ``drivers=faulty("shm", plan)``.
 
-    Every method adds one rule and returns the plan.  Rules look at operations as they are submitted, and count those
-    that they look at from the moment they are added, so ``fail(nth=1)`` means the next one.  Common to all rules:
+    Every method of a rule adds it and returns the plan.  A rule sees operations as they are submitted, and counts them from the
+    moment it is added, so that ``fail(nth=1)`` means the next one.  Common to all rules:
 
-    * ``nth=3``: only the third; ``every=3``: the third, the sixth, ...; neither: all,
+    * ``nth=3``: only the third operation; ``every=3``: the third, the sixth, ...; neither: all,
     * ``count=2``: at most two of them,
-    * ``chance=0.1``: and of those a tenth, drawn by the seed,
-    * ``verb="write"``: looks only at writes; ``"read"``, ``"note"`` (bare notifications and signals), ``"transfer"``
-      (reads and writes), ``"any"`` of these.  `delay`, `hold`, `pending` and `fail` also know the calls of a driver whose
-      transport blocks: ``"start"``, ``"shutdown"``, ``"connect"`` (of a link), ``"ready"`` and ``"retire"`` (of memory), or
-      ``"call"`` for all.
+    * ``chance=0.1``: a tenth of those, drawn by the seed,
+    * ``verb="write"``: only writes; ``"read"``, ``"note"`` (bare notifications and signals), ``"transfer"`` (reads and writes),
+      or ``"any"`` of these.  `delay`, `hold`, `pending` and `fail` also apply to the calls of a driver whose transport blocks:
+      ``"start"``, ``"shutdown"``, ``"connect"`` (of a link), ``"ready"`` and ``"retire"`` (of memory), or ``"call"`` for all.
 
-    Rules can be added while engines run.  A plan may serve several engines; they share its counters.
+    Rules can be added while engines run.  Several engines may use one plan; they share its counters.  A rule raises
+    `InvalidArgumentError` if an argument is out of range, or the plan has 64 rules already.
 
-    :param seed: of all that is random; default: a new one, shown by ``repr``, which is an expression that makes the
-        same plan.
+    :param seed: the seed of all random choices, an integer in 0..2**64-1; default: a new one.  ``repr`` of a plan is an
+        expression that makes the same plan.
+    :raises InvalidArgumentError: if `seed` is out of range.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -168,9 +169,16 @@ class FaultPlan:
         """Delay operations.
 
         :param low: the least delay, in seconds.
-        :param high: the greatest; default: `low`.
-        :param part: ``"operation"``: bytes land late; ``"outcome"``: they land at once and the report is late;
-            ``"note"``: data in time, signal and notification later.
+        :param high: the greatest delay, in seconds; default: `low`.
+        :param part: ``"operation"``: the bytes land late; ``"outcome"``: they land at once and the report is late;
+            ``"note"``: only the signal and the notification are late.
+        :param nth: only the operation with this number, from 1.
+        :param every: every operation whose number is a multiple of this.
+        :param count: the most operations that are delayed.
+        :param chance: the probability of the fault, 0 to 1.
+        :param verb: the kind of operations.
+        :return: the plan.
+        :raises InvalidArgumentError: if an argument is out of range, or the plan is full.
         """
         high = low if high is None else high
         if not 0 <= low <= high < 1e6 or part not in _PARTS:
@@ -181,9 +189,12 @@ class FaultPlan:
         )  # fmt: skip
 
     def bandwidth(self, rate: float, *, verb: Verb = "any") -> Self:
-        """Make every link one virtual wire for both directions: first in, first out.
+        """Limit the bandwidth of every link, both directions together: first in, first out.
 
-        :param rate: bytes per second.
+        :param rate: bytes per second, at least 1.
+        :param verb: the kind of operations.
+        :return: the plan.
+        :raises InvalidArgumentError: if an argument is out of range, or the plan is full.
         """
         if not 1 <= rate < 1 << 62:
             raise InvalidArgumentError(f"rate must be at least one byte per second, not {rate!r}")
@@ -198,7 +209,16 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Finish no operation inside the call: the outcome comes from another thread, as with a network."""
+        """Finish operations outside of the call: the outcome comes from another thread, as with a network.
+
+        :param nth: only the operation with this number, from 1.
+        :param every: every operation whose number is a multiple of this.
+        :param count: the most operations that are affected.
+        :param chance: the probability of the fault, 0 to 1.
+        :param verb: the kind of operations.
+        :return: the plan.
+        :raises InvalidArgumentError: if an argument is out of range, or the plan is full.
+        """
         return self._add("pending", {}, nth, every, count, chance, verb)
 
     def hold(
@@ -210,7 +230,16 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Hold operations, unsent, until `release`; a cancelled one never lands."""
+        """Hold operations, unsent, until `release`; a cancelled one never lands.
+
+        :param nth: only the operation with this number, from 1.
+        :param every: every operation whose number is a multiple of this.
+        :param count: the most operations that are held.
+        :param chance: the probability of the fault, 0 to 1.
+        :param verb: the kind of operations.
+        :return: the plan.
+        :raises InvalidArgumentError: if an argument is out of range, or the plan is full.
+        """
         return self._add("hold", {}, nth, every, count, chance, verb)
 
     def late(
@@ -224,7 +253,15 @@ class FaultPlan:
     ) -> Self:
         """Hold operations until `release`; one that is cancelled or timed out meanwhile lands all the same, later.
 
-        Its memory stays pinned until then, as with a transport that cannot take work back.
+        Its memory stays pinned until then, as with a transport that cannot revoke work.
+
+        :param nth: only the operation with this number, from 1.
+        :param every: every operation whose number is a multiple of this.
+        :param count: the most operations that are held.
+        :param chance: the probability of the fault, 0 to 1.
+        :param verb: the kind of operations.
+        :return: the plan.
+        :raises InvalidArgumentError: if an argument is out of range, or the plan is full.
         """
         return self._add("late", {}, nth, every, count, chance, verb)
 
@@ -237,10 +274,17 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Hold operations, unsent, until `release`, and no cancel reaches them, as with a transport that hangs.
+        """Hold operations, unsent, until `release`, beyond the reach of cancel, as with a transport that hangs.
 
-        The driver gives up an operation that runs out of time, and its memory is free again; it does not give up one that is
-        cancelled.
+        The driver gives up an operation that times out, and releases its memory; it does not give up one that is cancelled.
+
+        :param nth: only the operation with this number, from 1.
+        :param every: every operation whose number is a multiple of this.
+        :param count: the most operations that are held.
+        :param chance: the probability of the fault, 0 to 1.
+        :param verb: the kind of operations.
+        :return: the plan.
+        :raises InvalidArgumentError: if an argument is out of range, or the plan is full.
         """
         return self._add("stuck", {}, nth, every, count, chance, verb)
 
@@ -256,7 +300,14 @@ class FaultPlan:
     ) -> Self:
         """Move the first part of an operation's bytes, then nothing until `release`.
 
-        :param after: the part that moves, 0 to 1.
+        :param after: the fraction of the bytes that moves, from 0 and below 1.
+        :param nth: only the operation with this number, from 1.
+        :param every: every operation whose number is a multiple of this.
+        :param count: the most operations that are stalled.
+        :param chance: the probability of the fault, 0 to 1.
+        :param verb: the kind of operations.
+        :return: the plan.
+        :raises InvalidArgumentError: if an argument is out of range, or the plan is full.
         """
         if not 0 <= after < 1:
             raise InvalidArgumentError(f"after must be in 0..1, not {after!r}")
@@ -279,8 +330,15 @@ class FaultPlan:
 
         :param status: the kind of failure.
         :param native: the transport's own code.
-        :param index: the failed descriptor; those before it land.  Default: unknown, nothing lands.
-        :param link: the failure breaks the whole link.
+        :param index: the index of the failed descriptor; those before it land.  Default: unknown, and no byte lands.
+        :param link: True if the failure breaks the whole link.
+        :param nth: only the operation with this number, from 1.
+        :param every: every operation whose number is a multiple of this.
+        :param count: the most operations that fail.
+        :param chance: the probability of the fault, 0 to 1.
+        :param verb: the kind of operations.
+        :return: the plan.
+        :raises InvalidArgumentError: if an argument is out of range, or the plan is full.
         """
         if status not in _STATUS:
             raise InvalidArgumentError(f"status must be one of {', '.join(_STATUS)}, not {status!r}")
@@ -299,14 +357,27 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Refuse operations: the call raises `BusyError`, and nothing is sent."""
+        """Refuse operations: the call raises `BusyError`, and nothing is sent.
+
+        :param nth: only the operation with this number, from 1.
+        :param every: every operation whose number is a multiple of this.
+        :param count: the most operations that are refused.
+        :param chance: the probability of the fault, 0 to 1.
+        :param verb: the kind of operations.
+        :return: the plan.
+        :raises InvalidArgumentError: if an argument is out of range, or the plan is full.
+        """
         return self._add("busy", {}, nth, every, count, chance, verb)
 
     def reorder(self, window: int = 4, within: float = 0.01, *, chance: float = 1.0, verb: Verb = "any") -> Self:
         """Collect operations of a link, and run them in another order.
 
-        :param window: operations that are collected, at least 2.
-        :param within: the most seconds for which one waits for the others.
+        :param window: the number of operations that are collected, at least 2.
+        :param within: the most seconds for which an operation waits for the others.
+        :param chance: the probability of the fault, 0 to 1.
+        :param verb: the kind of operations.
+        :return: the plan.
+        :raises InvalidArgumentError: if an argument is out of range, or the plan is full.
         """
         if not 2 <= window <= 1 << 16 or not 0 < within < 1e6:
             raise InvalidArgumentError("window must be at least 2 operations, within a positive number of seconds")
@@ -322,11 +393,23 @@ class FaultPlan:
         chance: float = 1.0,
         verb: Verb = "any",
     ) -> Self:
-        """Break the link under an operation, so that its peer is lost.  `break_links` does it now."""
+        """Break the link of an operation, so that its peer is lost; `break_links` breaks all links at once.
+
+        :param nth: only the operation with this number, from 1.
+        :param every: every operation whose number is a multiple of this.
+        :param count: the most operations whose link breaks.
+        :param chance: the probability of the fault, 0 to 1.
+        :param verb: the kind of operations.
+        :return: the plan.
+        :raises InvalidArgumentError: if an argument is out of range, or the plan is full.
+        """
         return self._add("drop_peer", {}, nth, every, count, chance, verb)
 
     def clear(self) -> Self:
-        """Forget all rules; operations that are delayed or held stay so."""
+        """Remove all rules; operations that are delayed or held stay delayed or held.
+
+        :return: the plan.
+        """
         self._rules.clear()
         self._block.rules = 0
         return self
@@ -369,18 +452,18 @@ class FaultPlan:
             **fields,
         )
         self._rules.append((name, {**words, **shown}))
-        # The rule is complete before the driver may look at it.
+        # The rule is complete before the driver may read it.
         self._block.rules = len(self._rules)
         return self
 
     # -- commands
 
     def release(self, n: int | None = None) -> None:
-        """Let go of the operations that are held.
+        """Release the operations that are held.
 
-        On the loop's thread they are with the wrapped driver when this returns; on other threads they soon will be.
+        On the loop's thread they are submitted to the wrapped driver before this returns, on other threads soon afterwards.
 
-        :param n: which one, from 1 for the oldest; default: all.
+        :param n: the number of the operation, from 1 for the oldest; default: all.
         :raises InvalidArgumentError: if `n` is less than 1.
         """
         if n is not None and n < 1:
@@ -388,7 +471,7 @@ class FaultPlan:
         self._command(_RELEASE, n or 0)
 
     def break_links(self) -> None:
-        """Break every link of the engines that use this plan, now: their peers are lost."""
+        """Break every link of the engines that use this plan, so that their peers are lost."""
         self._command(_BREAK, 0)
 
     def say(self, data: bytes) -> None:
@@ -396,7 +479,7 @@ class FaultPlan:
 
         A driver under a plan shows it as a notification of topic ``faulty.said``; other drivers may refuse it.
 
-        :param data: the message.
+        :param data: the bytes of the message.
         """
         saying = _Saying(data, len(data))
         self._command(_SAY, ctypes.addressof(saying))
@@ -405,7 +488,7 @@ class FaultPlan:
         if self._block.command:
             _Command(self._block.command)(ctypes.addressof(self._block), what, argument)
 
-    # -- what happened
+    # -- counters
 
     @property
     def counts(self) -> FaultCounts:
@@ -417,18 +500,19 @@ class FaultPlan:
         """The number of operations that wait for `release`."""
         return int(self._block.holding)
 
-    # -- to another process
+    # -- transport to another process
 
     def spec(self) -> dict[str, Any]:
-        """Return the plan as JSON-safe data; `parse` makes it again, with counters at zero."""
+        """Return the plan as JSON-safe data, from which `parse` makes an equal plan with counters at zero."""
         return {"seed": self.seed, "rules": [[name, dict(words)] for name, words in self._rules]}
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> FaultPlan:
-        """Return the plan that `spec` described.
+        """Make a plan from the result of `spec`.
 
-        :param spec: what `spec` returned, perhaps in another process.
-        :raises InvalidArgumentError: if it describes no plan.
+        :param spec: the result of `spec`, perhaps of another process.
+        :return: an equal plan, with counters at zero.
+        :raises InvalidArgumentError: if it is malformed.
         """
         try:
             plan = cls(spec["seed"])
@@ -439,16 +523,17 @@ class FaultPlan:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InvalidArgumentError):
                 raise
-            raise InvalidArgumentError(f"not the spec of a plan: {error}") from error
+            raise InvalidArgumentError(f"not the result of FaultPlan.spec(): {error}") from error
         return plan
 
 
 def faulty(driver: str, plan: FaultPlan, **options: Any) -> dict[str, dict[str, Any]]:
     """Return the ``drivers=`` of an engine that runs a driver under a plan; peers see the driver by its own name.
 
-    :param driver: its name.
+    :param driver: the name of the driver.
     :param plan: the faults.
-    :param options: for the wrapped driver.
+    :param options: the options of the wrapped driver.
+    :return: a mapping for ``drivers=``.
     """
     inner = {f"inner.{key}": value for key, value in options.items()}
     return {driver: {WRAPPER: "faulty", "control": plan._block, **inner}}

@@ -1,4 +1,4 @@
-"""A peer in a process of its own: to be killed, stopped and asked to do things."""
+"""A peer in a process of its own, which a test can kill, stop and control."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .plan import FaultPlan
 
 __all__ = ["PeerProcess", "PeerProcessError", "peer_process"]
 
-#: Longest line of the command channel.
+#: The longest line of the command channel, in bytes.
 LINE = 1 << 26
 
 
 class PeerProcessError(Exception):
-    """The process ended, or something other than a `HixlError` was raised there; the message tells what."""
+    """The process ended, or an error other than a `HixlError` was raised there; the message says which."""
 
 
 class PeerProcess:
-    """An engine in another process, and a channel to ask it for things; made by `peer_process`."""
+    """An engine in another process, with a channel for commands; made by `peer_process`."""
 
     def __init__(
         self, popen: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        #: Its process id.
+        #: The id of the process.
         self.pid = popen.pid
-        #: Where its engine listens.
+        #: The address at which its engine listens, ``host:port``.
         self.address = ""
         self._popen = popen
         self._reader, self._writer = reader, writer
@@ -53,16 +53,16 @@ class PeerProcess:
     def __repr__(self) -> str:
         return f"<PeerProcess {self.pid} at {self.address or 'nowhere yet'}>"
 
-    # -- what it can be asked for
+    # -- commands
 
     async def run(self, target: str, /, **arguments: Any) -> Any:
         """Call ``function(engine, **arguments)`` in that process.
 
         :param target: ``"module:function"``, of a function or a coroutine function.
-        :param arguments: JSON-safe, as is what the function returns.
-        :return: what the function returns.
-        :raises HixlError: what the function raised, with its type.
-        :raises PeerProcessError: if it raised something else, or the process is gone.
+        :param arguments: the JSON-safe arguments of the function.
+        :return: the function's result, which must be JSON-safe.
+        :raises HixlError: the error that the function raised, with its type.
+        :raises PeerProcessError: if the function raised another error, or the process has ended.
         """
         if self._exited.done():
             raise PeerProcessError(f"the process {self.pid} has ended")
@@ -86,79 +86,90 @@ class PeerProcess:
 
         :param name: unique in its engine.
         :param size: bytes.
-        :param access: what peers may do with it.
+        :param access: the access of peers: ``"none"``, ``"read"``, ``"write"`` or ``"read-write"``.
+        :raises HixlError: the error that the allocation raised there.
+        :raises PeerProcessError: if the process has ended.
         """
         await self._do("allocate", name=name, size=size, access=str(access))
 
     async def peek(self, region: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes of one of its regions.
 
-        :param region: its name.
-        :param start: the first byte.
-        :param stop: the byte after the last; default: the end of the region.
+        :param region: the name of the region.
+        :param start: the offset of the first byte.
+        :param stop: the offset after the last byte; default: the end of the region.
+        :return: the bytes.
+        :raises PeerProcessError: if there is no such region, or the process has ended.
         """
         return base64.b64decode(await self._do("peek", region=region, start=start, stop=stop))
 
     async def poke(self, region: str, data: bytes, start: int = 0) -> None:
         """Store bytes into one of its regions.
 
-        :param region: its name.
+        :param region: the name of the region.
         :param data: the bytes.
-        :param start: where they go, in bytes.
+        :param start: the offset in bytes at which they are stored.
+        :raises PeerProcessError: if there is no such region, the bytes do not fit, or the process has ended.
         """
         await self._do("poke", region=region, data=_text(data), start=start)
 
     async def connect(self, address: str) -> None:
         """Connect its engine to another one.
 
-        :param address: where that one listens, ``"host:port"``.
+        :param address: the address at which the other engine listens, ``"host:port"``.
         :raises ConnectError: if no connection could be made.
+        :raises PeerProcessError: if the process has ended.
         """
         await self._do("connect", address=address)
 
     async def write(
         self, peer: str, region: str, data: bytes, start: int = 0, *, notify: tuple[str, bytes] | None = None
     ) -> None:
-        """Let it write into a region of one of its peers, and wait for the outcome.
+        """Have its engine write into a region of one of its peers, and wait for the outcome.
 
-        :param peer: the peer's name.
-        :param region: the region's name.
+        :param peer: the name of the peer.
+        :param region: the name of the region.
         :param data: the bytes.
-        :param start: where they go, in bytes.
-        :param notify: topic and payload of a notification after the data.
-        :raises HixlError: what the write raised there.
+        :param start: the offset in bytes at which they are stored.
+        :param notify: the topic and payload of a notification after the data.
+        :raises HixlError: the error that the write raised there.
+        :raises PeerProcessError: if there is no such peer, or the process has ended.
         """
         note = None if notify is None else [notify[0], _text(notify[1])]
         await self._do("write", peer=peer, region=region, data=_text(data), start=start, notify=note)
 
     async def read(self, peer: str, region: str, start: int, stop: int) -> bytes:
-        """Let it read from a region of one of its peers.
+        """Have its engine read from a region of one of its peers.
 
-        :param peer: the peer's name.
-        :param region: the region's name.
-        :param start: the first byte.
-        :param stop: the byte after the last.
+        :param peer: the name of the peer.
+        :param region: the name of the region.
+        :param start: the offset of the first byte.
+        :param stop: the offset after the last byte.
         :return: the bytes.
-        :raises HixlError: what the read raised there.
+        :raises HixlError: the error that the read raised there.
+        :raises PeerProcessError: if there is no such peer, or the process has ended.
         """
         return base64.b64decode(await self._do("read", peer=peer, region=region, start=start, stop=stop))
 
     async def stats(self) -> dict[str, int]:
-        """Return the counters and gauges of its engine; see `EngineStats`."""
+        """Return the counters and gauges of its engine by name; see `EngineStats`.
+
+        :raises PeerProcessError: if the process has ended.
+        """
         return dict(await self._do("stats"))
 
-    # -- what can be done to it
+    # -- the process
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
         self._signal(signal.SIGKILL)
 
     def stop(self) -> None:
-        """Stop the process with SIGSTOP: it keeps everything and does nothing, until `resume`."""
+        """Stop the process with SIGSTOP, so that it keeps its resources but does nothing until `resume`."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let the process go on, with SIGCONT."""
+        """Continue the process with SIGCONT."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
@@ -175,7 +186,7 @@ class PeerProcess:
     async def aclose(self, timeout: float = 10.0) -> None:
         """Ask the process to close its engine and to end; kill it if it does not.  Idempotent.
 
-        :param timeout: seconds before it is killed.
+        :param timeout: seconds before the process is killed.
         """
         with contextlib.suppress(ConnectionError):
             if not self._exited.done():
@@ -243,14 +254,15 @@ async def peer_process(
             assert await process.peek("kv", 0, 5) == b"hello"
             process.kill()
 
-    :param name: of its engine.
+    :param name: the name of its engine.
     :param driver: the name of its only driver.
-    :param options: of its driver, JSON-safe.
-    :param plan: faults of its engine; it is made anew over there, with counters of its own.
+    :param options: the options of its driver, JSON-safe.
+    :param plan: the faults of its engine; the process makes an equal plan, with counters of its own.
     :param loop: ``"asyncio"`` or ``"uvloop"``.
-    :param regions: names and sizes of regions to allocate at once, for peers to read and write.
-    :param settings: of its engine, JSON-safe.
-    :raises PeerProcessError: if it did not come up.
+    :param regions: the names and sizes (in bytes) of regions to allocate at once, for peers to read and write.
+    :param settings: other arguments of its `Engine`, JSON-safe.
+    :return: an async context manager of the `PeerProcess`.
+    :raises PeerProcessError: on entering, if the process or its engine did not start.
     """
     ours, theirs = socket.socketpair()
     setup = {

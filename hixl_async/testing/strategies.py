@@ -1,4 +1,4 @@
-"""Hypothesis strategies; the only part of the package that imports hypothesis, and only when asked for."""
+"""Hypothesis strategies; the only module of the package that imports hypothesis."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ __all__ = ["batches", "plans"]
 def batches(
     draw: st.DrawFn, local_size: int, remote_size: int | None = None, *, max_rows: int = 16, disjoint: bool = True
 ) -> list[tuple[int, int, int]]:
-    """Rows ``(local offset, remote offset, length)`` of a valid batch between two regions.
+    """Draw the rows of a valid batch between two regions.
 
-    :param local_size: bytes of the local region.
-    :param remote_size: bytes of the remote one; default: as many.
-    :param disjoint: no two rows touch the same byte of either side, so that the result does not depend on their order.
+    :param local_size: the size of the local region in bytes.
+    :param remote_size: the size of the remote region in bytes; default: `local_size`.
+    :param max_rows: the most rows.
+    :param disjoint: True if no two rows may touch the same byte of either side, so that the result does not depend on their
+        order.
+    :return: rows ``(local offset, remote offset, length)`` in bytes.
     """
     sizes = local_size, local_size if remote_size is None else remote_size
     count = draw(st.integers(1, max(1, min(max_rows, *sizes))))
@@ -62,9 +65,11 @@ _ALWAYS = ("bandwidth", "reorder")
 
 @st.composite
 def plans(draw: st.DrawFn, *, harmless: bool = False, max_rules: int = 4) -> FaultPlan:
-    """Fault plans.
+    """Draw a fault plan.
 
-    :param harmless: only faults that change when things happen and in which order, not what their outcome is.
+    :param harmless: True for faults that change only the time and the order of operations, not their outcomes.
+    :param max_rules: the most rules.
+    :return: the plan.
     """
     names = [name for name in _RULES if not harmless or name in ("delay", "bandwidth", "pending", "reorder")]
     plan = FaultPlan(draw(st.integers(0, 1 << 32)))

@@ -40,7 +40,7 @@ async def test_a_writer_is_stopped_during_a_write(caplog: pytest.LogCaptureFixtu
         with caplog.at_level(logging.WARNING, "hixl_async"):
             await region.aclose()
             await lent.aclose()
-        assert caplog.text.count("did not let go") == 2
+        assert caplog.text.count("did not release") == 2
         assert engine.stats().regions == 2
         with pytest.raises(BufferError):
             borrowed.append(1)

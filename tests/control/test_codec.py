@@ -212,7 +212,7 @@ def test_a_long_frame_is_refused_before_it_arrives() -> None:
         decoder.next()
     http = codec.FrameDecoder(codec.HANDSHAKE_LIMIT)
     http.feed(b"GET / HTTP/1.1\r\n")
-    with pytest.raises(ProtocolError, match="it is no hixl_async engine; it began with b'GET / HTTP/1.1"):
+    with pytest.raises(ProtocolError, match="it is not a hixl_async engine; it began with b'GET / HTTP/1.1"):
         http.next()
 
 

@@ -296,7 +296,7 @@ class TestNoAnswer:
         ("answer", "words"),
         [
             (b"", "broke off the handshake"),
-            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it is no hixl_async engine; it began with b'HTTP/1.1 400"),
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it is not a hixl_async engine; it began with b'HTTP/1.1 400"),
             (b"220 mail ESMTP\r\n", "no hixl_async engine; it began with b'220 mail"),
             (codec.frame(b"{}") + b"\xff" * 8, "not a valid message"),
             (b"\0\0", "broke off the handshake"),
@@ -497,7 +497,7 @@ class TestListen:
             await listen(Address(host, 0))
 
     async def test_on_an_address_of_another_machine(self, listen: HostFactory) -> None:
-        with pytest.raises(InvalidArgumentError, match="no address of this machine"):
+        with pytest.raises(InvalidArgumentError, match="not an address of this machine"):
             await listen(Address("192.0.2.1", 0), secret=SECRET)
 
     @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE])

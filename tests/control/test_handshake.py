@@ -311,9 +311,9 @@ class TestRefuses:
 
     def test_messages_out_of_turn(self) -> None:
         one = dialler()
-        with pytest.raises(ProtocolError, match="out of turn"):
+        with pytest.raises(ProtocolError, match="out of order"):
             one.received(Transport.TCP, b"")
-        with pytest.raises(ProtocolError, match="out of turn"):
+        with pytest.raises(ProtocolError, match="out of order"):
             dialler().unix_opened(credentials())
         with pytest.raises(ProtocolError, match="wrong transport"):
             listener().received(Transport.UNIX, sent(*dialler().start()), credentials())

@@ -260,7 +260,7 @@ async def test_memory_that_a_transport_cannot_release_is_leaked_loudly(loop_erro
         await region.aclose()
         await until(lambda: loop_errors)
         (context,) = loop_errors
-        assert "is leaked: its transport did not let go" in context["message"]
+        assert "is leaked: its transport did not release" in context["message"]
         assert "retirement of a region" in str(context["exception"])
         loop_errors.clear()
         assert engine.stats().regions == 1
@@ -285,7 +285,7 @@ REFUSED = """
             buffer = bytearray(64)
             region = engine.register("kv", buffer)
             await region.aclose()
-            assert told and "is leaked: its transport did not let go" in told[0], told
+            assert told and "is leaked: its transport did not release" in told[0], told
             assert engine.stats().regions == 1
             del region
         try:

@@ -140,5 +140,5 @@ async def test_until_waits_and_times_out() -> None:
     flag: list[int] = []
     asyncio.get_running_loop().call_later(0.01, flag.append, 1)
     await until(lambda: flag)
-    with pytest.raises(TimeoutError, match=r"the flag did not come true within 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"the flag did not become true within 0\.01 s"):
         await until(lambda: False, timeout=0.01, what="the flag")

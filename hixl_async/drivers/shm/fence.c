@@ -20,7 +20,7 @@ static void answer(hxa_link *link) {
         shm_store_sc(&link->fenced, 1u);
         shm_pool_purge(&link->self->pool);
     }
-    if (shm_load_sc(&link->flight) == 0) shm_link_say_fenced(link);
+    if (shm_load_sc(&link->in_flight) == 0) shm_link_say_fenced(link);
 }
 
 void shm_fence_poll(hxa_link *link) {

@@ -12,7 +12,7 @@ typedef struct shm_job {
     uint64_t offset;                   /* the next byte of descriptor `index`, or of the memory */
     uint32_t index;
     uint32_t state;                    /* atomic: SHM_CANCELLED, SHM_FINAL */
-    uint32_t flight;                   /* chunks being copied; under the threads' mutex */
+    uint32_t in_flight;                /* chunks being copied; under the threads' mutex */
     uint16_t kind;                     /* SHM_COPY, SHM_IMPORT */
     uint16_t queued;                   /* in a queue of the pool; under the threads' mutex */
 } shm_job;

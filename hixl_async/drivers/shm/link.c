@@ -69,14 +69,14 @@ void shm_link_break(hxa_link *link, int32_t status, const char *why) {
 
 /* Dekker: we count ourselves in, then look; the loop says "fenced", then looks at the count. */
 int shm_link_enter(hxa_link *link) {
-    shm_add_sc(&link->flight, 1u);
+    shm_add_sc(&link->in_flight, 1u);
     if (shm_load_sc(&link->fenced) == 0 && shm_link_open(link)) return 1;
     shm_link_leave(link);
     return 0;
 }
 
 void shm_link_leave(hxa_link *link) {
-    if (shm_sub_sc(&link->flight, 1u) == 1 && shm_load_sc(&link->fenced) == 1) shm_link_say_fenced(link);
+    if (shm_sub_sc(&link->in_flight, 1u) == 1 && shm_load_sc(&link->fenced) == 1) shm_link_say_fenced(link);
 }
 
 void shm_link_say_fenced(hxa_link *link) {

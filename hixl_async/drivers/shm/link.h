@@ -1,6 +1,6 @@
 /* A link: two halves, each a segment made by one side and written by the other, and a doorbell in each direction.
  *
- * Here is what all parts need of it: who may still touch the peer's memory, how long it lives, and how it wakes the peer.  It is
+ * This header has what all parts need: the count of writes to the peer's memory, its lifetime, and the wake-up of the peer.  It is
  * made in connect.c, read in receive.c, and ended in fence.c and stop.c.
  */
 #ifndef SHM_LINK_H
@@ -15,7 +15,7 @@ enum { SHM_NEW = 0, SHM_UP = 1, SHM_DOWN = 2, SHM_STOPPED = 3 };
 struct hxa_link {
     /* What submit reads. */
     uint32_t state;                    /* atomic; only grows */
-    uint32_t flight;                   /* atomic: chunks and signals being written into the peer's memory by threads */
+    uint32_t in_flight;                /* atomic: chunks and signals being written into the peer's memory by threads */
     shm_half *peer;                    /* the half that we write to */
     hxa_instance *self;
     uint64_t note_bytes;               /* most of a notification that both sides allow */

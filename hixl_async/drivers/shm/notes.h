@@ -9,7 +9,7 @@
 
 #include "link.h"
 
-/* The loop, for a batch that is done but for its notification: DONE if that went out, else the op waits. */
+/* The loop, for a batch that lacks only its notification: DONE if the notification was sent, else the op waits. */
 SHM_INTERNAL int shm_notes_send(hxa_link *link, const hxa_batch *batch, hxa_op *op);
 
 /* An accepted op whose data has landed: its notification is next. */

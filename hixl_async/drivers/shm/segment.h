@@ -6,10 +6,10 @@
  *
  * What the seals do not forbid: as long as peers may write to a segment, each process that may do so can punch holes into it,
  * because the seals that forbid that (F_SEAL_WRITE, F_SEAL_FUTURE_WRITE) would also forbid the peers to map it for writing.
- * Whoever touches a hole gets a page of zeros, which the kernel allocates at that moment and charges to the memory cgroup of
- * the process that touches it.  That is no SIGBUS, because no limit of the file system applies to memfds.  So an owner can
- * make a peer pay for the pages that the peer writes, and a peer that may write can wipe data that it could overwrite anyway.
- * A segment that no peer may write to has F_SEAL_FUTURE_WRITE, and no holes.
+ * A process that touches a hole gets a page of zeros, which the kernel allocates at that moment and charges to the memory cgroup
+ * of that process.  It does not get SIGBUS, because no limit of the file system applies to memfds.  So the pages that a peer
+ * writes may be charged to that peer, and a peer that may write can erase data that it could overwrite anyway.  A segment that no
+ * peer may write to has F_SEAL_FUTURE_WRITE, and no holes.
  */
 #ifndef SHM_SEGMENT_H
 #define SHM_SEGMENT_H

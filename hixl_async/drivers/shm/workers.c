@@ -100,7 +100,7 @@ static void purge(shm_pool *pool, hxa_op **ended) {
                 continue;
             }
             fail(op, why);
-            if (shm_job_of(op)->flight != 0) continue;
+            if (shm_job_of(op)->in_flight != 0) continue;
             shm_job_of(op)->next = *ended;
             *ended = op;
         }
@@ -140,7 +140,7 @@ static chunk carve(hxa_instance *self, hxa_op *op, uint64_t now) {
             job->link->free_at += (uint64_t)((double)cut.bytes * 1e9 / (double)pace);
         }
     }
-    job->flight++;
+    job->in_flight++;
     if (more) queue_push(queue_of(&self->pool, op), op);
     return cut;
 }
@@ -178,9 +178,9 @@ static int account(shm_pool *pool, hxa_op *op, const shm_outcome *out) {
         op->scope = out->scope;
         op->failed = out->failed;
     }
-    job->flight--;
+    job->in_flight--;
     if (op->status != 0 && job->queued) queue_remove(queue_of(pool, op), op);
-    return job->flight == 0 && !job->queued;
+    return job->in_flight == 0 && !job->queued;
 }
 
 /* All chunks of the op are joined: its signal, its notification, its end.  op->status tells whether the data arrived. */
@@ -301,7 +301,7 @@ int shm_waits(hxa_link *link, const hxa_op *op) {
     shm_pool *pool = &link->self->pool;
     const shm_job *job = shm_job_seen(op);
     pthread_mutex_lock(&pool->lock);
-    const int waits = job->queued && job->flight == 0;
+    const int waits = job->queued && job->in_flight == 0;
     pthread_mutex_unlock(&pool->lock);
     return waits;
 }
