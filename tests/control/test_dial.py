@@ -297,7 +297,7 @@ class TestNoAnswer:
         [
             (b"", "broke off the handshake"),
             (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it is not a hixl_async engine; it began with b'HTTP/1.1 400"),
-            (b"220 mail ESMTP\r\n", "no hixl_async engine; it began with b'220 mail"),
+            (b"220 mail ESMTP\r\n", "not a hixl_async engine; it began with b'220 mail"),
             (codec.frame(b"{}") + b"\xff" * 8, "not a valid message"),
             (b"\0\0", "broke off the handshake"),
             (b"\0\0\0\x02hi", "not a valid message"),
