@@ -297,7 +297,7 @@ class TestNoAnswer:
         [
             (b"", "broke off the handshake"),
             (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it is not a hixl_async engine; it began with b'HTTP/1.1 400"),
-            (b"220 mail ESMTP\r\n", "no hixl_async engine; it began with b'220 mail"),
+            (b"220 mail ESMTP\r\n", "not a hixl_async engine; it began with b'220 mail"),
             (codec.frame(b"{}") + b"\xff" * 8, "not a valid message"),
             (b"\0\0", "broke off the handshake"),
             (b"\0\0\0\x02hi", "not a valid message"),
@@ -578,7 +578,7 @@ class TestInTheMiddle:
     async def test_a_relay_of_tcp_without_a_secret(self, listen: HostFactory) -> None:
         host = await listen()
         async with relay(host.address) as address:
-            with pytest.raises(AuthenticationError, match="relays the TCP connection"):
+            with pytest.raises(AuthenticationError, match="the TCP connection is relayed"):
                 await dial(address, identity())
         assert isinstance(await host.refused.get(), AuthenticationError)
 

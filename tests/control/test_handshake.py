@@ -202,7 +202,7 @@ class TestRefuses:
     def test_a_relayed_tcp_connection_without_a_secret(self) -> None:
         outcome = perform(dialler(path="127.0.0.1 1 > 127.0.0.1 2"), listener())
         assert isinstance(outcome.listener_error, AuthenticationError)
-        assert "relays" in str(outcome.listener_error)
+        assert "is relayed" in str(outcome.listener_error)
         assert PATH in str(outcome.listener_error)
         assert perform(dialler(SECRET, path="127.0.0.1 1 > 127.0.0.1 2"), listener(SECRET)).listener is not None
 

@@ -101,7 +101,7 @@ async def test_memory_of_a_transfer_in_flight_cannot_be_freed(world: World) -> N
 async def test_only_waiters_can_be_woken(world: World) -> None:
     world.plan.hold(nth=1)
     held = world.write()
-    with pytest.raises(TypeError, match="no waiter"):
+    with pytest.raises(TypeError, match="not a waiter"):
         transfer.wake(held)
     assert not held.done()
     waiter = in_flight.new_waiter(world.left)

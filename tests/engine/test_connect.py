@@ -225,9 +225,9 @@ HELLO = {
 @pytest.mark.parametrize(
     ("answer", "error", "text"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", HandshakeError, "no hixl_async engine"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", HandshakeError, "not a hixl_async engine"),
         (b"\0\0\0\2{}", HandshakeError, "not a valid message"),
-        (b"\xff" * 100, HandshakeError, "no hixl_async engine"),
+        (b"\xff" * 100, HandshakeError, "not a hixl_async engine"),
         (b"", ConnectError, "closed"),
         (codec.frame(codec.encode("hello", {**HELLO, "versions": [99, 101]})), HandshakeError, "versions 99 to 101"),
         (
