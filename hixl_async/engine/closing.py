@@ -42,6 +42,7 @@ class Closing(Started[None]):
 
     def _start(self) -> None:
         begin, self._pending = self._pending, None
+        self._what = None  # a task that is over may be kept, and what is closed should not be
         if begin is not None:
             self._end = begin()
 

@@ -161,7 +161,7 @@ async def test_objects_without_memory_are_refused(world: World) -> None:
 
 
 async def test_drained_before_the_outcome_is_retrieved(world: World) -> None:
-    """A failure that was only waited out is still reported by the await that follows."""
+    """A failure whose drain was awaited is still reported by the await that follows."""
     world.plan.fail(nth=1)
     transfer = world.write()
     await transfer.drained()

@@ -137,7 +137,7 @@ async def test_bad_remote(world: World, remote: Any) -> None:
 
 
 async def test_a_target_of_the_engine_itself_is_refused(world: World) -> None:
-    """A region of one's own is no target; copy within the process instead."""
+    """An engine's own region is no target; copy within the process instead."""
     for verb in (world.left.write, world.left.read):
         says = "remote must be a region of a peer, not <Region 'here'"
         async with refused(world, InvalidArgumentError, says):

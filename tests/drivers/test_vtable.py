@@ -53,7 +53,11 @@ def test_mirror_equals_header(tmp_path: Path) -> None:
     constants |= {"HXA_RIGHT_WRITE": vt.MAY_WRITE, "HXA_KIND_HOST": vt.HOST, "HXA_KIND_DEVICE": vt.DEVICE}
     constants |= {"HXA_DRIVER_MIN_SIZE": vt.CDriver.start.offset, "HXA_EVENT_MESSAGE": vt.MESSAGE}
     constants |= {"HXA_MESSAGE_BYTES": vt.MESSAGE_BYTES}
-    constants |= {"HXA_CARD_BYTES": vt.CARD_BYTES, "HXA_CARD_FDS": vt.CARD_FDS, "HXA_EVENT_NOTE": vt.NOTE}
+    constants |= {
+        "HXA_METADATA_BYTES": vt.METADATA_BYTES,
+        "HXA_METADATA_FDS": vt.METADATA_FDS,
+        "HXA_EVENT_NOTE": vt.NOTE,
+    }
     constants |= {"HXA_EVENT_SIGNAL": vt.SIGNAL, "HXA_EVENT_LINK_DOWN": vt.LINK_DOWN, "HXA_EVENT_LOG": vt.LOG}
     for name, value in constants.items():
         lines.append(f'printf("{name} %lld\\n", (long long){name});')

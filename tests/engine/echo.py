@@ -10,7 +10,7 @@ _tasks = set()
 
 
 def start(engine: Engine) -> None:
-    """Begin; it ends with the engine."""
+    """Start the service, which ends with the engine."""
     _tasks.add(asyncio.ensure_future(_echo(engine)))
 
 

@@ -95,7 +95,7 @@ async def test_notes_sent_right_before_leaving_arrive(end: str) -> None:
 
 
 async def test_notes_to_a_leaving_peer_arrive(pair: EnginePair) -> None:
-    """The other direction: what lies in our ring when we leave is still delivered here."""
+    """The other direction: notifications in the ring of a leaving engine are still delivered to it."""
     notes = pair.left.notifications()
     await asyncio.gather(*(pair.right.notify(pair.back, "t", bytes([i])) for i in range(50)))
     await pair.peer.aclose()
@@ -229,7 +229,7 @@ async def test_a_broken_connection_is_not_a_goodbye(engine: Engine) -> None:
 
 
 async def test_a_broken_link_leaves_no_memory_behind() -> None:
-    """Link and connection are two ways: what broke is one, and over the other the two sides still part properly."""
+    """Link and connection are separate: if one breaks, the two sides still part properly over the other."""
     plan = FaultPlan(seed=1)
     async with engine_pair(drivers=faulty("shm", plan), close_timeout=30) as pair:
         region, remote = await pair.region("kv", 64)
@@ -337,7 +337,7 @@ async def test_failing_callbacks_disturb_nothing(pair: EnginePair, loop_errors: 
 
 
 async def test_calls_before_the_loss_of_a_connection_is_reported(engine: Engine) -> None:
-    """Between the break of the socket and the moment the loop tells: errors of the right kind, and no other's business."""
+    """Between the break of the socket and its report by the loop: errors of the right class, and no other effect."""
     async with puppet(engine.address) as actor:
         await until(lambda: engine.peers)
         peer = engine.peers[0]

@@ -103,7 +103,7 @@ async def test_a_refused_call_is_an_error_of_the_body(slow: EnginePair, plan: Fa
 
 
 async def test_the_block_ends_when_all_are_drained(slow: EnginePair, plan: FaultPlan) -> None:
-    """Cancelled in the body, and again while it waits: bytes that are still to land land first."""
+    """Cancelled in the body, and again while it waits: outstanding bytes land first."""
     plan.late()
     region, remote = await slow.region("kv", 10)
 

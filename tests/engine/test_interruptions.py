@@ -68,7 +68,7 @@ async def test_a_doorbell_that_would_ring_forever_is_refused(bell: Callable[[int
 
 
 async def test_a_doorbell_that_is_made_to_ring_forever_costs_the_link(engine: Engine) -> None:
-    """A splice takes from the pipe what lets the engine read it without waiting; then it could never be emptied."""
+    """After a splice the pipe refuses RWF_NOWAIT, without which the engine could never empty it."""
     async with puppet(engine.address) as actor:
         await until(lambda: engine.peers)
         assert actor.link is not None

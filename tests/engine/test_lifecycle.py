@@ -31,7 +31,7 @@ from .conftest import deaf
 
 
 def run_python(script: str, *options: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
-    """A script in an interpreter of its own."""
+    """Run a script in an interpreter of its own."""
     return subprocess.run(
         [sys.executable, *options, "-c", textwrap.dedent(script)],
         capture_output=True,
@@ -145,7 +145,7 @@ async def test_open_that_is_cancelled_leaves_nothing() -> None:
 
 
 def test_out_of_descriptors() -> None:
-    """Wherever they run out: one of our errors, nothing left over, the victim and its friends go on."""
+    """Wherever descriptors run out: one of our errors, nothing left over, and both engines go on."""
     done = run_python("""
         import asyncio, os, resource
         from hixl_async import Engine, HixlError
@@ -403,7 +403,7 @@ def test_an_engine_that_is_never_closed_warns() -> None:
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_exit_with_everything_open_and_in_flight(loop: str) -> None:
-    """Neither a hang nor a crash nor a second error, whatever is left lying about when the interpreter ends."""
+    """Neither a hang nor a crash nor a second error, whatever exists when the interpreter ends."""
     done = run_python(
         f"""
         import asyncio, {loop}

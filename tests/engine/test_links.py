@@ -93,7 +93,7 @@ async def test_the_error_lists_all_failures_if_no_driver_can_be_linked() -> None
 
 
 async def test_a_driver_that_cannot_make_its_half_of_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything of it was sent; the peer's metadata for it comes all the same."""
+    """It fails before anything is sent; the peer's metadata for it arrives all the same."""
     async with (
         Engine("127.0.0.1:0", name="right", drivers=two(FaultPlan(1))) as right,
         Engine(name="left", drivers=two(FaultPlan(1))) as left,

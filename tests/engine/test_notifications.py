@@ -176,7 +176,7 @@ async def test_unclaimed_notifications_are_bounded_by_bytes_and_fair(engine: Eng
 
 
 async def test_remembered_topics_are_bounded(engine: Engine) -> None:
-    """Peers choose them: neither many nor long ones may pile up."""
+    """Peers choose topics: neither many nor long ones may accumulate."""
     subscriptions, peer = Subscriptions(engine, 10_000), object()
     everything = subscriptions.subscribe(None)
     for n in range(5000):
@@ -214,8 +214,8 @@ async def test_iteration_close_and_break(pair: EnginePair) -> None:
         await pair.left.notify(pair.peer, "t", bytes([i]))
         assert await reading == bytes([i])
     gc.collect()
-    assert pair.right._topics is not None
-    assert pair.right._topics._queues == {}, "a dropped subscription is forgotten"
+    assert pair.right._subscriptions is not None
+    assert pair.right._subscriptions._queues == {}, "a dropped subscription is forgotten"
 
     async with pair.right.notifications("t") as notes:
         await pair.left.notify(pair.peer, "t", b"x")

@@ -35,8 +35,6 @@ from hixl_async.control.scheduler import Progress
 from hixl_async.engine import regions
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
-from .conftest import settle
-
 WORDS: list[AccessLike] = ["none", "read", "write", "read-write"]
 
 
@@ -227,11 +225,11 @@ async def test_regions_that_are_never_exported(pair: EnginePair) -> None:
 async def test_a_long_wait_is_logged_once(
     pair: EnginePair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(regions, "PATIENCE", 0.001)
-    monkeypatch.setattr(regions, "NAMES_SHOWN", 1)
     for name in ("kv", "weights"):
         pair.right.allocate(name, 8, access="read")
     await pair.peer.region("weights")
+    monkeypatch.setattr(regions, "PATIENCE", 0.001)
+    monkeypatch.setattr(regions, "NAMES_SHOWN", 1)
     with caplog.at_level(logging.INFO, "hixl_async"):
         waiting = asyncio.ensure_future(pair.peer.region("kvv"))
         await until(lambda: caplog.records)
@@ -473,7 +471,7 @@ async def _import_from(actor: Any, engine: Engine, peer: Any) -> tuple[asyncio.T
     ],
 )
 async def test_a_malformed_answer_of_the_owner(engine: Engine, answer: dict[str, Any], error: type[HixlError]) -> None:
-    """One error at the caller, the owner hears that its region is free, and everything goes on."""
+    """The caller gets one error, the owner is told that its region is free, and everything goes on."""
     import os
 
     async with puppet(engine.address) as actor:
@@ -579,7 +577,7 @@ async def test_region_repr() -> None:
 
 
 async def test_an_offer_that_is_replaced_before_its_import_begins(pair: EnginePair) -> None:
-    """The owner closes a region and makes one of the same name, in the moment in which a user has asked for the first."""
+    """The owner closes a region and makes one of the same name, just after a user has asked for the first."""
     first, second = bytearray(8), bytearray(8)
     region = pair.right.register("x", first, access="write")
     await until(lambda: "x" in pair.peer.regions)

@@ -24,7 +24,7 @@ from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
 
 
 class Exporter:
-    """Memory that can be had by DLPack only."""
+    """Memory that is accessible by DLPack only."""
 
     def __init__(self, values: numpy.ndarray[Any, Any]) -> None:
         self._values = values
@@ -290,7 +290,7 @@ async def test_memory_of_others_is_leaked_rather_than_freed(loop_errors: list[di
 
 
 def _forget_leaks(engine: Engine) -> None:
-    """The puppet is this process, and means no harm: so that the balance sheet of this test is right."""
+    """Forget the leaked memory, because the puppet is this process and writes no more, so that the balance sheet is empty."""
     from hixl_async.core import memory
     from hixl_async.engine import regions
 

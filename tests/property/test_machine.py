@@ -41,6 +41,7 @@ from hixl_async import (
     StaleRegionError,
     Transfer,
 )
+from hixl_async.core.memory import link_of
 from hixl_async.testing import BalanceSheet, FaultPlan, faulty, until
 
 from .model import CELL, CELLS, Import, Memory, Operation, pattern
@@ -193,7 +194,7 @@ class Machine(RuleBasedStateMachine):
         name = sorted(self.owned[owner])[pick % len(self.owned[owner])]
         memory = self.owned[owner][name]
         for known in self.imports:
-            if known.memory is memory and known.user == user and known.remote.alive and known.remote.link.up:
+            if known.memory is memory and known.user == user and known.remote.alive and link_of(known.remote).up:
                 return known
         peer = await self._connect(user, owner)
         try:
@@ -345,7 +346,7 @@ class Machine(RuleBasedStateMachine):
         chosen = self.imports[pick % len(self.imports)]
         engine = self.engines[chosen.user]
         before = engine.stats().transfers
-        usable = chosen.remote.alive and chosen.remote.link.up
+        usable = chosen.remote.alive and link_of(chosen.remote).up
         with pytest.raises(RangeError if usable or wrong == "range" else HixlError):
             if wrong == "range":
                 engine.write(b"x", chosen.remote[CELL * CELLS : CELL * CELLS + 1])
