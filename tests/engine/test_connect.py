@@ -233,7 +233,7 @@ HELLO = {
         (
             codec.frame(codec.encode("hello", {**HELLO, "magic": "x", "versions": [1, 1]})),
             HandshakeError,
-            "no hixl_async",
+            "not a hixl_async",
         ),
     ],
 )
