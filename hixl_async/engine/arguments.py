@@ -12,7 +12,7 @@ __all__ = ["positive_seconds", "require_callable", "whole_number"]
 
 
 def require_callable(name: str, value: object) -> None:
-    """Return if `value` can be called.
+    """Return if `value` is callable.
 
     :raises InvalidArgumentError: if it cannot; the message says `name`.
     """

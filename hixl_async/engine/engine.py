@@ -302,7 +302,7 @@ class Engine(Core):
         """Call `callback` when the engine begins to close, on its loop; `remove_close_callback` undoes it.
 
         :param callback: a function without parameters.
-        :raises InvalidArgumentError: if `callback` is no function.
+        :raises InvalidArgumentError: if `callback` is not a function.
         """
         require_callable("callback", callback)
         self._close_callbacks.append(callback)
@@ -562,7 +562,7 @@ class Engine(Core):
         return Group(self)
 
     def _on_event(self, driver: Driver, kind: int, cookie: int, status: int, topic: bytes, data: bytes) -> None:
-        """Handle a driver's report, on the loop's thread; the text of an event may be the peer's."""
+        """Handle an event of a driver, on the loop's thread; its text may come from the peer."""
         peer = self._peers[cookie]
         if kind == EVENT_NOTE and peer is not None:  # first, because notifications are the most frequent
             assert self._subscriptions is not None

@@ -345,7 +345,7 @@ class Peer:
 
         :param callback: a function without parameters.
 
-        :raises InvalidArgumentError: if `callback` is no function.
+        :raises InvalidArgumentError: if `callback` is not a function.
         """
         require_callable("callback", callback)
         self._signal_callbacks.append(callback)
@@ -369,7 +369,7 @@ class Peer:
 
         :param callback: a function of the error that says why the peer is down.
 
-        :raises InvalidArgumentError: if `callback` is no function.
+        :raises InvalidArgumentError: if `callback` is not a function.
         """
         require_callable("callback", callback)
         self._lost_callbacks.append(callback)

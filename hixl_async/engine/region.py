@@ -199,7 +199,7 @@ class Operand(NamedTuple):
 
 
 def operand(obj: Any, writable: bool, demand: str = "local must be a region's range or a") -> Operand:
-    """Return where an object without the buffer protocol lies: a tensor, or anything that numpy adopts by DLPack.
+    """Return the location of an object without the buffer protocol: a tensor, or an object that numpy can import by DLPack.
 
     torch and numpy are used only where the caller's process has imported them already.  A tensor may be on the CPU, on a CUDA
     or NPU device, or on the device that is registered as torch's private backend.

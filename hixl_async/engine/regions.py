@@ -51,7 +51,7 @@ logger = logging.getLogger("hixl_async")
 MAX_OFFERS = 4096
 #: The most regions that are imported at the same time: their metadata carries descriptors, of which a connection queues few.
 MOST_AT_ONCE = 16
-#: Seconds of a wait for a region after which the log tells of it, because the name may be mistyped.
+#: Seconds after which a wait for a region is logged, because the name may be mistyped.
 PATIENCE = 5.0
 #: The most names of regions in a message.
 NAMES_SHOWN = 20

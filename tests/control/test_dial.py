@@ -578,7 +578,7 @@ class TestInTheMiddle:
     async def test_a_relay_of_tcp_without_a_secret(self, listen: HostFactory) -> None:
         host = await listen()
         async with relay(host.address) as address:
-            with pytest.raises(AuthenticationError, match="relays the TCP connection"):
+            with pytest.raises(AuthenticationError, match="the TCP connection is relayed"):
                 await dial(address, identity())
         assert isinstance(await host.refused.get(), AuthenticationError)
 
