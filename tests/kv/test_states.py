@@ -391,7 +391,7 @@ class TestProducer:
                 state.check(0)
             step()
         state.check(0)
-        with pytest.raises(ClosedError, match="opened once"):
+        with pytest.raises(ClosedError, match="opened only once"):
             state.begin()
 
     def test_closing_aborts_streams_without_all_layers(self) -> None:

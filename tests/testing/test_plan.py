@@ -67,9 +67,9 @@ def test_a_seed_is_chosen_and_shown() -> None:
         (lambda: FaultPlan(1).hold(chance=1.5), "chance"),
         (lambda: FaultPlan(1).hold(verb="both"), "verb must be one of"),  # type: ignore[arg-type]
         (lambda: FaultPlan(1).release(0), "n counts from 1"),
-        (lambda: FaultPlan.parse({"seed": 1}), "not the spec"),
+        (lambda: FaultPlan.parse({"seed": 1}), "not the result of FaultPlan.spec"),
         (lambda: FaultPlan.parse({"seed": 1, "rules": [["explode", {}]]}), "no rule 'explode'"),
-        (lambda: FaultPlan.parse({"seed": 1, "rules": [["hold", {"soon": 1}]]}), "not the spec"),
+        (lambda: FaultPlan.parse({"seed": 1, "rules": [["hold", {"soon": 1}]]}), "not the result of FaultPlan.spec"),
     ],
 )
 def test_bad_rules(make: Callable[[], Any], says: str) -> None:
