@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
-__all__ = ["Started"]
+__all__ = ["Started", "already_over"]
 
 T = TypeVar("T")
 
@@ -46,3 +46,7 @@ class Started(Coroutine[Any, Any, T]):
         if self._waiting is None:
             self._waiting = self._wait()
         return self._waiting
+
+
+async def already_over() -> None:
+    """Wait for nothing: the wait for work that is over when the call returns."""

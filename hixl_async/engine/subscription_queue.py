@@ -11,6 +11,7 @@ from ..core import in_flight
 from ..core.transfer import Transfer, wake
 from ..core.unpicklable import unpicklable
 from ..errors import ClosedError
+from .started import Started, already_over
 
 __all__ = ["BoundedQueue", "SubscriptionQueue"]
 
@@ -140,9 +141,13 @@ class SubscriptionQueue(Generic[T]):
             self._queue.close()
             self._forget(self._queue)
 
-    async def aclose(self) -> None:
-        """Call `close`; for ``contextlib.aclosing``."""
+    def aclose(self) -> Started[None]:
+        """Call `close`; for ``contextlib.aclosing``.
+
+        :return: an awaitable, which need not be awaited.
+        """
         self.close()
+        return Started(already_over)
 
     async def __aenter__(self) -> Self:
         return self

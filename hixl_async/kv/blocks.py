@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..core.unpicklable import unpicklable
 from ..engine.arguments import positive_seconds, whole_number
-from ..engine.started import Started
+from ..engine.started import Started, already_over
 from ..errors import ClosedError, InvalidArgumentError, RangeError
 from .lease import Lease
 from .stream import Consumer, LayerStream
@@ -146,7 +146,7 @@ class Blocks:
         :return: an awaitable, for uniformity with other resources; it is done at once, because closing never waits for a peer.
         """
         _give_back(self._lease, self._consumer, "the consumer gave its blocks back")
-        return Started(_nothing)
+        return Started(already_over)
 
     async def __aenter__(self) -> Blocks:
         return self
@@ -155,10 +155,6 @@ class Blocks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
-
-
-async def _nothing() -> None:
-    pass
 
 
 def _give_back(lease: Lease, consumer: Consumer | None, reason: str) -> None:

@@ -458,3 +458,14 @@ async def test_the_batch_size_in_the_environment(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("HIXL_NOTIFY_BATCH_SIZE", text)
         with pytest.raises(InvalidArgumentError, match=r"HIXL_NOTIFY_BATCH_SIZE|notify_batch_size"):
             Engine()
+
+
+async def test_aclose_ends_a_subscription_at_the_call(pair: EnginePair) -> None:
+    """As it does for regions and peers, also if it is not awaited."""
+    notes, peers = pair.right.notifications("topic"), pair.right.accepted()
+    notes.aclose()
+    for queue in (notes, peers):
+        await asyncio.create_task(queue.aclose())
+        with pytest.raises(ClosedError, match="is closed"):
+            await queue.get()
+    await notes.aclose()
