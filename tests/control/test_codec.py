@@ -254,3 +254,35 @@ class TestSeal:
     def test_does_not_fit_another_key(self) -> None:
         with pytest.raises(ProtocolError, match="seal"):
             codec.Seal(b"key").open(codec.Seal(b"other").close(b"a"))
+
+
+ANYTHING = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.text(max_size=3), st.integers(), st.integers(2**63, 2**65), st.floats(),
+        st.binary(max_size=2), st.just({1}),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner),
+        st.dictionaries(st.one_of(st.text(max_size=2), st.integers(0, 3)), inner, max_size=3),
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.text(max_size=2), ANYTHING, max_size=4), st.integers(0, 20))
+def test_the_quick_check_accepts_nothing_that_the_full_one_refuses(body: dict[str, Any], levels: int) -> None:
+    for _ in range(levels):
+        body = {"": body}
+    if codec._is_small_and_plain(body):
+        codec._check(body)
+
+
+@pytest.mark.parametrize("levels", [1, codec.MAX_DEPTH - 1, codec.MAX_DEPTH, codec.MAX_DEPTH + 1])
+def test_small_bodies_have_the_same_limit_of_depth(levels: int) -> None:
+    body: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        body = {"": body}
+    fits = contextlib.nullcontext() if levels < codec.MAX_DEPTH else pytest.raises(ProtocolError, match="levels deep")
+    with fits:
+        codec.encode("x", body)
