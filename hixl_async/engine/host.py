@@ -21,7 +21,7 @@ Handler = Callable[[Any, dict[str, Any]], dict[str, Any] | Awaitable[dict[str, A
 class Host(NamedTuple):
     """The functions of the engine that its peers may call."""
 
-    #: The engine; peers use only its loop, which exists once the engine is open.
+    #: The engine; its loop exists once it is open.
     core: Core
     config: EngineConfig
     #: Return the identity that the engine announces.
