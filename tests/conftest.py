@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import hypothesis
@@ -35,6 +36,16 @@ hypothesis.settings.load_profile("untimed")
 # changed: a third of the CPU time of the tests.  Two frames are enough, and the files do not change meanwhile.
 _walk_stack = traceback.walk_stack
 traceback.walk_stack = lambda frame: itertools.islice(_walk_stack(frame), 2)  # type: ignore[assignment,return-value]
+
+
+def _extract(frames: Iterator[tuple[FrameType, int]], **_: object) -> traceback.StackSummary:
+    return traceback.StackSummary(
+        traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)
+        for frame, line in frames
+    )
+
+
+traceback.StackSummary.extract = _extract  # type: ignore[method-assign,assignment]
 linecache.checkcache = lambda filename=None: None
 
 #: The contexts that reached the exception handler of a test's loop.

@@ -38,6 +38,7 @@ async def dial(
     secret: bytes | None = None,
     unix_dir: str | None = None,
     timeout: float = 5.0,
+    until: float | None = None,
     scheduler: FairScheduler | None = None,
 ) -> Connection:
     """Connect to the engine that listens on `address`, and authenticate both sides.
@@ -46,6 +47,7 @@ async def dial(
     :param secret: the shared secret; None connects processes of one user on one host only.
     :param unix_dir: the directory shared with containers in which to look for the other side's Unix socket.
     :param timeout: seconds for everything together.
+    :param until: the loop's time at which the timeout ends, if it began before the call.
     :param scheduler: shares the time of the loop between the connections of an engine; None for a scheduler of its own.
     :raises AuthenticationError: if one side does not, or cannot, trust the other, or their domains differ.
     :raises HandshakeError: if the other side is not an engine, or has no protocol version in common with this one.
@@ -56,19 +58,21 @@ async def dial(
     if problem := identity.problem():
         raise InvalidArgumentError(problem)
     attempt = _Attempt(address, identity, Secret(secret), unix_dir)
+    busy: BusyError | None = None
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout_at(asyncio.get_running_loop().time() + timeout if until is None else until):
             while True:
                 try:
                     established = await attempt.run()
                     break
                 except BusyError as error:
                     attempt.close()
-                    attempt.step = f"it is busy: {error}"
+                    busy = error
                     await asyncio.sleep(random.uniform(*_BUSY_RETRY))
         return attempt.connection(established, FairScheduler() if scheduler is None else scheduler)
     except TimeoutError:
-        raise ConnectError(f"{address} did not answer within {timeout:g} s ({attempt.step})") from None
+        why = attempt.step if busy is None else f"it is busy: {busy}"
+        raise ConnectError(f"{address} did not answer within {timeout:g} s ({why})") from None
     except PeerDownError as error:
         raise ConnectError(
             f"{address} broke off the handshake ({attempt.step}): {error}", native=error.native

@@ -1,15 +1,18 @@
-"""The registry of drivers, which are found by entry points and loaded on demand."""
+"""The registry of drivers, which are loaded on demand; those of other packages are found by entry points."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.link import CAPABILITIES, table_capabilities, table_problem
 from ..errors import DriverLoadError, InvalidArgumentError
 from ..types import DriverInfo
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["GROUP", "WRAPPER", "available", "load", "names", "resolve"]
 
@@ -22,22 +25,33 @@ GROUP = "hixl_async.drivers"
 #: name, by which peers find it, and the other options are passed to the wrapper.
 WRAPPER = "wrapper"
 
-# Used where the package runs from a source tree and so has no installed entry points.
-_BUILT_IN = {name: EntryPoint(name, f"hixl_async.drivers._{name}:DRIVER", GROUP) for name in ("shm", "faulty", "hixl")}
+
+class _BuiltIn(NamedTuple):
+    """A driver of the package itself, with what is used of an entry point."""
+
+    value: str
+
+    def load(self) -> Any:
+        return importlib.import_module(self.value.partition(":")[0]).DRIVER
 
 
-# A cache, because a search opens a file of every installed distribution, of which there may be hundreds, on the loop's thread
+# They need no search, which opens a file of every installed distribution, of which there may be hundreds, on the loop's thread
 # while an engine is opened.
-_known: dict[str, EntryPoint] = {}
+_BUILT_IN = {name: _BuiltIn(f"hixl_async.drivers._{name}:DRIVER") for name in ("shm", "faulty", "hixl")}
+
+# A cache, for the same reason.
+_known: dict[str, _BuiltIn | EntryPoint] = dict(_BUILT_IN)
 
 
-def _look() -> dict[str, EntryPoint]:
-    _known.update(_BUILT_IN)
-    _known.update({entry.name: entry for entry in _installed()})
+def _look() -> dict[str, _BuiltIn | EntryPoint]:
+    _known.update({entry.name: entry for entry in _installed() if entry.name not in _BUILT_IN})
     return _known
 
 
 def _installed() -> Iterable[EntryPoint]:
+    # It takes 30 ms, and a program that uses no driver of another package does without.
+    from importlib.metadata import entry_points
+
     try:
         return entry_points(group=GROUP)
     except Exception as error:

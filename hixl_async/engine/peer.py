@@ -431,9 +431,13 @@ class Peer:
 
     def _check_alive(self) -> bool:
         """Return True if the peer is up; ask the kernel, because the loop may not have seen its death yet."""
+        self._check_process()
+        return self.state is PeerState.UP
+
+    def _check_process(self) -> None:
+        """Handle the end of the peer's process if the loop has not seen it yet."""
         if self._pidfd is not None and _has_ended(self._pidfd):
             self._died()
-        return self.state is PeerState.UP
 
     def _explain(self) -> tuple[str, bool] | None:
         """Return why links to the peer are down, and True if its process has ended; None where that is not known.
@@ -459,7 +463,10 @@ class Peer:
     def _on_connection_lost(self, error: HixlError) -> None:
         self._session.mark(Mark.CUT)
         # After its goodbye the peer may close the connection before we do.
-        if not self._session.has(Mark.GOODBYE):
+        if self._session.has(Mark.GOODBYE):
+            return
+        self._check_process()  # whose end is the cause, then
+        if not self.confirmed_dead:
             self._lose(PeerDownError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name))
 
     def _link_down(self, driver: Driver, text: str) -> None:

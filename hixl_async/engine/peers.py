@@ -81,12 +81,12 @@ class Peers:
             raise ConnectError(f"{where}: another dial to it is under way, without success in {seconds:g} s") from None
         try:
             known = (peer for peer in self.up if where in peer._dialled_at and peer._check_alive())
-            return next(known, None) or await self._connect(where, until)
+            return next(known, None) or await self._connect(where, seconds, until)
         finally:
             lock.release()
 
-    async def _connect(self, where: Address, until: float) -> Peer:
-        connection = await self._dial(where, until)
+    async def _connect(self, where: Address, seconds: float, until: float) -> Peer:
+        connection = await self._dial(where, seconds, until)
         for known in self.up:
             # The peer listens on another address too, or it dialled us.
             if known._is_of(connection) and known._check_alive():
@@ -102,7 +102,7 @@ class Peers:
         except ProtocolError as error:
             raise HandshakeError(f"{where}: {error}", peer=peer.name) from error
 
-    async def _dial(self, where: Address, until: float) -> Connection:
+    async def _dial(self, where: Address, seconds: float, until: float) -> Connection:
         host = self._host
         host.check_open()
         # A task that belongs to the engine, so that its end can cancel it.
@@ -112,7 +112,8 @@ class Peers:
                 host.identity(),
                 secret=host.config.secret,
                 unix_dir=host.config.unix_dir,
-                timeout=max(0, round(until - host.core.loop.time(), 2)),  # it is shown to people
+                timeout=seconds,
+                until=until,
                 scheduler=self.scheduler,
             )
         )

@@ -70,8 +70,9 @@ class BalanceSheet:
         :param timeout: the most seconds to wait.
         :raises AssertionError: if a resource has still increased then; the message lists all increases.
         """
-        if self.differences():
-            gc.collect()
+        if not self.differences():
+            return
+        gc.collect()
         try:
             await until(lambda: not self.differences(), timeout=timeout)
         except TimeoutError:
@@ -83,13 +84,15 @@ class BalanceSheet:
         :param timeout: the most seconds to wait.
         :raises AssertionError: if a resource has still increased then; the message lists all increases.
         """
-        if self.differences():
-            gc.collect()
+        if not self.differences():
+            return
+        gc.collect()
         deadline = time.monotonic() + timeout
         pause = threading.Event()
-        while self.differences() and time.monotonic() < deadline:
+        while self.differences():
+            if time.monotonic() >= deadline:
+                return self.check()
             pause.wait(0.01)
-        self.check()
 
     async def __aenter__(self) -> Self:
         return self
@@ -146,17 +149,19 @@ def _descriptors() -> Iterable[str]:
 def _threads() -> Iterable[str]:
     python = {thread.native_id: thread.name for thread in threading.enumerate()}
     for task in os.listdir("/proc/self/task"):
-        try:
-            comm = (_PROC / "task" / task / "comm").read_text().strip()
-        except OSError:
-            continue  # it ended meanwhile
-        yield f"thread {_NUMBERS.sub('', python.get(int(task), f'native {comm}'))}"
+        name = python.get(int(task))
+        if name is None:
+            try:
+                name = f"native {(_PROC / 'task' / task / 'comm').read_text().strip()}"
+            except OSError:
+                continue  # it ended meanwhile
+        yield f"thread {_NUMBERS.sub('', name)}"
 
 
 def _mappings() -> Iterable[str]:
-    for line in (_PROC / "maps").read_text().splitlines():
-        if "/memfd:" in line:
-            yield f"mapping {line[line.index('/memfd:') :]}"
+    # The most of the mappings are those of libraries.
+    for name in re.findall(rb"/memfd:.*", (_PROC / "maps").read_bytes()):
+        yield f"mapping {name.decode()}"
 
 
 def _names() -> Iterable[str]:

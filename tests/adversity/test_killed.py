@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -170,12 +172,18 @@ async def test_killed_while_being_accepted(step: str) -> None:
         assert engine.driver_stats()["shm"]["links"] == 0
 
 
+def fixed_port() -> int:
+    """Return a free port below those that the system chooses itself, so that nothing else takes it between two listeners."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
 async def test_killed_and_restarted_at_the_same_address(figure: Figure) -> None:
     """Old handles fail at once, and `connect` gives the new peer, also right after the kill, before the death is noticed."""
     async with Engine() as engine:
-        address, remotes, peers = "127.0.0.1:0", [], []
-        async with peer_process() as reserve:
-            address = reserve.address
+        address, remotes, peers = f"127.0.0.1:{fixed_port()}", [], []
         for _round in range(5):
             async with peer_process() as process:
                 incarnation = await process.run("adversity.work:listen", address=address)

@@ -468,7 +468,10 @@ class TestIsLost:
         assert "does not read" in str(error)
         assert not mine._queue
 
-    async def test_when_the_other_side_does_not_read_small_messages(self, pair: Pair) -> None:
+    async def test_when_the_other_side_does_not_read_small_messages(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(connection_module, "_MAX_QUEUED_MESSAGES", 8192)
         mine, _theirs = pair
         inbox = Inbox(mine)
         with pytest.raises(ClosedError):
@@ -657,7 +660,7 @@ class TestFlood:
         await flood(200)
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
-        await flood(3000)
+        await flood(1500)
         now, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert now - before < 300_000

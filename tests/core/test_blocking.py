@@ -123,7 +123,8 @@ async def test_a_shutdown_that_fails_is_reported(loop_errors: list[Any]) -> None
 # In a process of its own, because what it leaks on purpose is a leak.
 STUCK = """
     import asyncio, time
-    from hixl_async import Engine, engine as module
+    from hixl_async import Engine
+    from hixl_async.engine import engine as module
     from hixl_async.testing import FaultPlan, faulty
 
     module.LINGER = 0.3
@@ -275,13 +276,16 @@ REFUSED = """
     import asyncio, sys
     sys.path.insert(0, {tests!r})
     from hixl_async import Engine
+    from hixl_async.engine import engine as module
     from tables import table, vt
+
+    module.LINGER = 0.3
 
     async def main():
         told = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
         driver = table("shm", mem_retire=lambda memory, op: -vt.NOMEM)
-        async with Engine(drivers={{"faulty": {{"driver": driver}}}}) as engine:
+        async with Engine(drivers={{"faulty": {{"driver": driver}}}}, close_timeout=0.2) as engine:
             buffer = bytearray(64)
             region = engine.register("kv", buffer)
             await region.aclose()

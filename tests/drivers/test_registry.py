@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import sys
 from importlib.metadata import EntryPoint
@@ -11,21 +12,25 @@ from typing import Any
 import pytest
 
 from hixl_async import DriverLoadError, Engine, InvalidArgumentError, drivers
+from hixl_async.drivers._shm import DRIVER
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     """Return what is installed, in a process that has not looked yet."""
     found: list[EntryPoint] = []
-    monkeypatch.setattr(drivers, "_known", {})
-    monkeypatch.setattr(drivers, "entry_points", lambda group: list(found))
+    monkeypatch.setattr(drivers, "_known", dict(drivers._BUILT_IN))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: list(found))
     return found
 
 
-async def test_drivers_are_looked_up_once(installed: list[EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening an engine must not read a file of each distribution every time."""
-    drivers.load("shm")
-    monkeypatch.delattr(drivers, "entry_points")
+async def test_distributions_are_searched_once(installed: list[EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening an engine must not read a file of each distribution every time, and for a built-in driver not at all."""
+    installed.append(EntryPoint("fabric", "hixl_async.drivers._shm:DRIVER", drivers.GROUP))
+    drivers.load("fabric")
+    monkeypatch.delattr(importlib.metadata, "entry_points")
+    drivers.load("fabric")
+    monkeypatch.setattr(drivers, "_known", dict(drivers._BUILT_IN))
     async with Engine(drivers=["shm"]):
         pass
 
@@ -38,10 +43,10 @@ def test_a_driver_that_is_installed_later_is_found(installed: list[EntryPoint]) 
     assert drivers.names() == ["fabric", "faulty", "hixl", "shm"]
 
 
-def test_an_installed_driver_precedes_one_of_the_package(installed: list[EntryPoint]) -> None:
+def test_another_package_replaces_no_built_in_driver(installed: list[EntryPoint]) -> None:
     installed.append(EntryPoint("shm", "no_such_module_at_all:DRIVER", drivers.GROUP))
-    with pytest.raises(DriverLoadError, match=r"driver 'shm' \(no_such_module_at_all:DRIVER\) could not be imported"):
-        drivers.load("shm")
+    assert drivers.names() == ["faulty", "hixl", "shm"]
+    assert drivers.load("shm") is DRIVER
 
 
 @pytest.mark.parametrize(
@@ -91,11 +96,14 @@ async def test_a_distribution_that_cannot_be_read(
     folder.mkdir()
     folder.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     folder.joinpath("entry_points.txt").write_bytes(content)
-    monkeypatch.setattr(drivers, "_known", {})
+    monkeypatch.setattr(drivers, "_known", dict(drivers._BUILT_IN))
     monkeypatch.syspath_prepend(tmp_path)
     with caplog.at_level(logging.WARNING, "hixl_async"):
         async with Engine(drivers=["shm"]):
             pass
+        assert not caplog.records
+        with pytest.raises(DriverLoadError, match="there is no driver 'fabric'"):
+            await Engine(drivers=["fabric"]).open()
     assert [record.name for record in caplog.records] == ["hixl_async"]
     assert "entry points" in caplog.text
     assert {"faulty", "hixl", "shm"} <= set(drivers.names())

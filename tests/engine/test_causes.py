@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from hixl_async import Engine, HixlError, Peer, PeerDownError, PeerLostError, PeerState, RemoteRegion, Transfer
+from hixl_async import (
+    ClosedError,
+    Engine,
+    HixlError,
+    Peer,
+    PeerDownError,
+    PeerLostError,
+    PeerState,
+    RemoteRegion,
+    Transfer,
+)
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process, until
 
 SIZE = 4 << 20
@@ -93,21 +103,23 @@ async def test_a_broken_link() -> None:
         await lost(theirs, "peer 'left' lost its link to us: broken by the fault plan")
 
 
-@pytest.mark.parametrize("heard", [True, False])
-async def test_a_death(drivers: Any, heard: bool) -> None:
-    """Also if the link fails before the loop has heard of the death."""
+@pytest.mark.parametrize("first", ["its death", "the link", "the connection"])
+async def test_a_death(drivers: Any, first: str) -> None:
+    """Whatever the loop sees first."""
     async with peer_process(regions={"kv": SIZE}) as process, Engine(drivers=drivers) as engine:
         peer = await engine.connect(process.address)
         remote = await peer.region("kv")
         transfer = in_flight(engine, peer, remote)
         assert peer._pidfd is not None
-        if not heard:
+        if first != "its death":
             asyncio.get_running_loop().remove_reader(peer._pidfd)
         process.kill()
         select.select([peer._pidfd], [], [])  # the loop sees its links break and its death together
+        if first == "the connection":
+            peer._on_connection_lost(ClosedError("the other side closed the connection"))
         error = await lost(transfer, f"the process of peer {peer.name!r} ended")
         assert error.confirmed_dead
-        if heard:
+        if first == "its death":
             with pytest.raises(PeerDownError, match="ended") as refused:
                 engine.write(bytes(SIZE), remote)
             assert refused.value.confirmed_dead

@@ -107,7 +107,7 @@ def test_its_command_runs(python: Path, tmp_path: Path) -> None:
 
 
 def test_every_driver_can_be_loaded(python: Path, tmp_path: Path) -> None:
-    """By entry point: nothing of the source tree is there to fall back on."""
+    """Nothing of the source tree is there to fall back on."""
     code = "from hixl_async import drivers; print(*(f'{row.name}={row.problem}' for row in drivers.available()))"
     assert succeeded(run(python, "-I", "-c", code, cwd=tmp_path)).split() == ["faulty=None", "hixl=None", "shm=None"]
 
