@@ -473,6 +473,7 @@ class TestIsLost:
     ) -> None:
         monkeypatch.setattr(connection_module, "_MAX_QUEUED_MESSAGES", 8192)
         mine, _theirs = pair
+        shrink(mine)
         inbox = Inbox(mine)
         with pytest.raises(ClosedError):
             send_forever(mine, {})

@@ -3,7 +3,7 @@
 namespace hx {
 
 namespace {
-constexpr uint64_t PATIENCE = 20 * MS;
+constexpr uint64_t PATIENCE = 200 * MS;  // more than a busy machine keeps a thread from running
 }
 
 // Under lock_: until no batch query is under way, and of `others` only calls that were written off.

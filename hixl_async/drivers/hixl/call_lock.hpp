@@ -5,7 +5,7 @@
 // link, so that it must not run beside a call that holds one for long.  It also takes the answers of other links, so that
 // no other query may ask for the same request meanwhile.
 //
-// No call waits long for one that is stuck: after some ms that one is written off, and what gets lost by it is seen as a
+// No call waits long for one that is stuck: after 200 ms that one is written off, and what gets lost by it is seen as a
 // failed request of its link.  A batch query is always waited for, because no call can hold it up.
 #pragma once
 
