@@ -104,7 +104,7 @@ async def serving(command: Sequence[str], application: str, peer: PeerProcess) -
             application,
             env={**os.environ, "PEER": peer.address, "PYTHONWARNINGS": "default"},
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
+            process_group=0,  # no session of its own: the kernel shares time between sessions, and holds some up for seconds
         )
     )
     ready = asyncio.Event()
