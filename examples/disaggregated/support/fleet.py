@@ -145,7 +145,7 @@ class Fleet:
                     "PYTHONPATH": path,
                 },
                 # Ctrl-C is for the router alone, which then leaves, and the others with it.
-                process_group=0,
+                start_new_session=True,
             )
             self._processes[name] = process
             self._ends[name] = asyncio.create_task(process.wait())
