@@ -91,7 +91,8 @@ class BalanceSheet:
         pause = threading.Event()
         while self.differences():
             if time.monotonic() >= deadline:
-                return self.check()
+                self.check()
+                return
             pause.wait(0.01)
 
     async def __aenter__(self) -> Self:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hixl_async.drivers._shm import DRIVER
 
 from hixl_async import DriverLoadError, Engine, InvalidArgumentError, drivers
-from hixl_async.drivers._shm import DRIVER
 
 
 @pytest.fixture

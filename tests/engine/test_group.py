@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -77,6 +78,7 @@ async def test_all_failures_are_raised(slow: EnginePair, plan: FaultPlan) -> Non
         async with slow.left.group() as group:
             for _ in range(3):
                 group.write(b"x" * 10, remote)
+            time.sleep(0.02)  # noqa: ASYNC251  Until all have failed, because the first failure cancels what is still in flight
     assert len(caught.value.exceptions) == 3
 
 
