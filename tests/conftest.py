@@ -12,7 +12,6 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from io import FileIO
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -212,7 +211,6 @@ class Sentinel:
         self._victims = [path.read_text() for path in left]
         for path in left:
             path.unlink()
-        self._file: FileIO | None = None
 
     def pytest_report_header(self) -> str | None:
         return (
@@ -220,15 +218,9 @@ class Sentinel:
         )
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        if self._file is None:
-            self._file = FileIO(self._path, "wb")
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(nodeid.encode())
+        self._path.write_text(nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        if self._file is not None:
-            self._file.close()
         self._path.unlink(missing_ok=True)
 
 
