@@ -16,9 +16,11 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST := $(PY) -m pytest -p tests.skips
 PARALLEL = -p tests.schedule --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
-# Suites that mostly start other processes, and long property runs; test-fast leaves them out, and state machines (runTest).
-LONG := $(addprefix --ignore=tests/,adversity benchmarks cli examples property servers testing/test_strategies.py) \
-	--ignore-glob='*processes.py' --ignore-glob='*test_process.py' --ignore-glob='*programs.py' --ignore-glob='*test_fork.py'
+# Suites that mostly start other processes, simulate accelerators, or run properties for long; test-fast leaves them out, and
+# state machines (runTest).
+LONG := $(addprefix --ignore=tests/,adversity benchmarks cli examples hixlsim packaging property servers testing/test_strategies.py) \
+	--ignore-glob='*processes.py' --ignore-glob='*test_process.py' --ignore-glob='*programs.py' --ignore-glob='*test_fork.py' \
+	--ignore-glob='*signals.py' --ignore-glob='*/drivers/test_hixl_*.py'
 
 # For the demo. The prompt goes through a file, and none of these through the environment of commands, whose length is limited.
 PROMPT ?=
@@ -64,7 +66,7 @@ test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio an
 	@$(PY) tests/hixlsim/build.py >/dev/null  # the simulated HIXL
 	$(PYTEST) $(PARALLEL) -m "not slow and not wheel" $(ARGS)
 
-test-fast: $(BUILT) $(VENV)/extra-test  ## the short ones in 90 s: one event loop, no processes, no long property runs
+test-fast: $(BUILT) $(VENV)/extra-test  ## the short ones in 90 s: one event loop, no processes or accelerators, no long property runs
 	@$(PY) tests/hixlsim/build.py >/dev/null
 	$(PYTEST) $(PARALLEL) $(LONG) -m "not slow and not wheel and not serial" -k "not uvloop and not runTest" $(ARGS)
 
