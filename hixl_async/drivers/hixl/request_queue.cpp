@@ -282,9 +282,9 @@ RequestQueue::Verdict RequestQueue::refused(hxa_op *op, uint32_t native, uint64_
     Operation &operation = operation_of(op);
     const Outcome outcome = outcome_of(native);
     // With others in flight their number may be the reason.  If it is the link, one of them fails as well.
-    const bool crowded =
+    const bool too_many =
         native == abi::FAILED && self_.fabric && self_.requests.count.load(std::memory_order_relaxed) != 0;
-    if (native == abi::RESOURCE_EXHAUSTED || crowded) {
+    if (native == abi::RESOURCE_EXHAUSTED || too_many) {
         if (busy_since_ == 0) busy_since_ = now_;
         if (now_ - busy_since_ < self_.options.busy_ms * MS) {
             operation.cursor = cursor;

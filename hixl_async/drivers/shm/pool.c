@@ -24,7 +24,7 @@ static void wake(shm_pool *pool, uint32_t most) {
 }
 
 static int work_waits(shm_pool *pool) {
-    return shm_load_sc(&pool->incoming) != NULL || shm_load_sc(&pool->backlog) != 0 || shm_load_sc(&pool->purge) != 0
+    return shm_load_sc(&pool->incoming) != NULL || shm_load_sc(&pool->ready) != 0 || shm_load_sc(&pool->purge) != 0
            || shm_load_sc(&pool->stopping) != 0;
 }
 

@@ -16,7 +16,7 @@ typedef struct shm_pool {
     hxa_op *incoming;                  /* atomic stack, pushed by the loop */
     uint32_t epoch;                    /* atomic: what sleepers wait on */
     uint32_t sleepers;                 /* atomic */
-    uint32_t backlog;                  /* atomic: ops are queued that may begin */
+    uint32_t ready;                    /* atomic: ops are queued that may begin */
     uint32_t looking;                  /* atomic: an idle thread looks for work without sleeping */
     uint32_t may_look;                 /* there is more than one CPU */
     uint32_t purge;                    /* atomic: some op was cancelled, or some link stopped */

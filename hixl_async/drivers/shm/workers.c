@@ -244,11 +244,11 @@ static void *work(void *arg) {
         }
         const shm_queue *queues = pool->queues;
         const uint32_t queued = queues[0].first != NULL || queues[1].first != NULL || queues[2].first != NULL;
-        const uint32_t backlog = queued && n != 0;     /* what is queued although we took nothing has to wait for its time */
+        const uint32_t ready = queued && n != 0;     /* what is queued although we took nothing has to wait for its time */
         const uint64_t due = n == 0 ? pool->due : 0;
-        shm_store_sc(&pool->backlog, backlog);
+        shm_store_sc(&pool->ready, ready);
         pthread_mutex_unlock(&pool->lock);
-        if (backlog) shm_pool_call(pool);    /* each thread that finds more than it can do calls another */
+        if (ready) shm_pool_call(pool);      /* each thread that finds more than it can do calls another */
         for (hxa_op *next; ended != NULL; ended = next) {
             next = shm_job_of(ended)->next;
             landed(ended);
