@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +114,82 @@ def test_docstrings_refer_to_no_others_for_their_parameters() -> None:
         path for path, value in CALLABLES.items() if re.search(r"arameters (and errors )?as for", docstring(value))
     }
     assert found == set()
+
+
+# -- returns, units and errors
+
+RETURNS_NOTHING = (None, "None", "Self", "NoReturn", inspect.Signature.empty)
+#: Parameters and the word for their unit, which the docstring, or that of the class, has to state.
+UNITS = {
+    r"timeout|stall|seconds|interval|delay": "second",
+    r"(\w+_)?(size|bytes|length)|bandwidth|bytes_per_second": "byte",
+}
+
+
+def functions() -> Iterator[tuple[str, Any, str]]:
+    for path, value in CALLABLES.items():
+        if not inspect.isclass(value):
+            yield path, value, docstring(value)
+
+
+def test_docstrings_tell_what_is_returned() -> None:
+    """By a field, or by their first word or noun."""
+    missing = []
+    for path, value, text in functions():
+        try:
+            returned = inspect.signature(value).return_annotation
+        except (TypeError, ValueError):
+            continue
+        first = re.match(r"(Return|Yield|Iterate|Create|Make|Open|The|An?) ", text)
+        if returned not in RETURNS_NOTHING and ":return" not in text and first is None:
+            missing.append(path)
+    assert missing == []
+
+
+def test_docstrings_state_units() -> None:
+    missing = []
+    for path, value, text in functions():
+        owner = PUBLIC.get(path.rpartition(".")[0])
+        said = text + (docstring(owner) if owner is not None else "")
+        for name in parameters(value):
+            missing += [
+                f"{path}: {name}" for form, unit in UNITS.items() if re.fullmatch(form, name) and unit not in said
+            ]
+    assert missing == []
+
+
+def raised(value: Any) -> set[type[HixlError]]:
+    """Return the package's errors that a function raises itself, outside of a try statement that may translate them."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(value))))
+    except (OSError, TypeError):
+        return set()  # a function of a compiled module
+    found: set[type[HixlError]] = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        parts = (
+            [*node.handlers, *node.orelse, *node.finalbody] if isinstance(node, ast.Try) else ast.iter_child_nodes(node)
+        )
+        waiting += parts
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            name = ast.unparse(node.exc).partition("(")[0].rpartition(".")[2]
+            kind = getattr(errors, name, None)
+            if inspect.isclass(kind) and issubclass(kind, HixlError):
+                found.add(kind)
+    return found
+
+
+def test_docstrings_name_the_errors() -> None:
+    """Those that the function itself raises, or a base class of them."""
+    missing = {}
+    for path, value, text in functions():
+        stated = set(re.findall(r"\w+", " ".join(re.findall(r":raises ([^:]+):", text))))
+        if lacking := {
+            kind.__name__ for kind in raised(value) if not stated & {base.__name__ for base in kind.__mro__}
+        }:
+            missing[path] = lacking
+    assert missing == {}
 
 
 # -- the table of errors
