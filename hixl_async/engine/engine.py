@@ -298,7 +298,7 @@ class Engine(Core):
         if self.forked or running_loop() is not self.loop:
             in_flight.refuse(self)
 
-    def on_close(self, callback: Callable[[], None]) -> None:
+    def add_close_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback` when the engine begins to close, on its loop; `remove_close_callback` undoes it.
 
         :param callback: a function without parameters.
@@ -308,9 +308,9 @@ class Engine(Core):
         self._close_callbacks.append(callback)
 
     def remove_close_callback(self, callback: Callable[[], None]) -> None:
-        """Undo `on_close`; no error if `callback` was not registered.
+        """Undo `add_close_callback`; no error if `callback` was not registered.
 
-        :param callback: the function that `on_close` was given.
+        :param callback: the function that `add_close_callback` was given.
         """
         with contextlib.suppress(ValueError):
             self._close_callbacks.remove(callback)

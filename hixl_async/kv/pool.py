@@ -144,7 +144,7 @@ class Pool:
             self._revoke_regions()
             raise
         self._on_engine_close = _closer(weakref.ref(self))
-        engine.on_close(self._on_engine_close)
+        engine.add_close_callback(self._on_engine_close)
         self._complete = True
 
     def __repr__(self) -> str:

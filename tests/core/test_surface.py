@@ -25,9 +25,9 @@ SLICE = {"drained", "length", "offset", "region"}
 #: Every public attribute of the types whose objects users hold; an addition is a decision, and belongs in the API reference.
 PUBLIC = {
     hixl_async.Engine: {
-        "accepted", "aclose", "address", "allocate", "bytes_in_flight", "closed", "coalesce", "connect", "drained",
-        "driver_facts", "driver_limits", "driver_stats", "forked", "group", "in_flight", "incarnation", "loop", "name",
-        "notifications", "notify", "on_close", "open", "peers", "read", "register", "regions", "remove_close_callback", "room",
+        "accepted", "aclose", "add_close_callback", "address", "allocate", "bytes_in_flight", "closed", "coalesce", "connect",
+        "drained", "driver_facts", "driver_limits", "driver_stats", "forked", "group", "in_flight", "incarnation", "loop", "name",
+        "notifications", "notify", "open", "peers", "read", "register", "regions", "remove_close_callback", "room",
         "serve", "stats", "submit", "unserve", "write",
     },
     hixl_async.Region: {

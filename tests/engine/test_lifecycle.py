@@ -326,14 +326,14 @@ async def test_close_callbacks_are_called_and_may_fail(loop_errors: list[dict[st
         called.append(2)
 
     async with Engine() as engine:
-        engine.on_close(first)
-        engine.on_close(lambda: 1 / 0)
-        engine.on_close(last)
-        engine.on_close(unwanted)
+        engine.add_close_callback(first)
+        engine.add_close_callback(lambda: 1 / 0)
+        engine.add_close_callback(last)
+        engine.add_close_callback(unwanted)
         engine.remove_close_callback(unwanted)
         engine.remove_close_callback(print)
         with pytest.raises(InvalidArgumentError, match="callback must be a function, not None"):
-            engine.on_close(None)  # type: ignore[arg-type]
+            engine.add_close_callback(None)  # type: ignore[arg-type]
     assert called == [1, 2]
     assert isinstance(loop_errors.pop()["exception"], ZeroDivisionError)
 

@@ -241,7 +241,7 @@ class Engine:
         self.name, self.address = name, f"{name}:1"
         self.incarnation = f"{name}-{next(_numbers)}"
         self.identity = SimpleNamespace(incarnation=self.incarnation)
-        self.on_close = self.close_callbacks = _Callbacks()
+        self.add_close_callback = self.close_callbacks = _Callbacks()
         self.remove_close_callback = self.close_callbacks.remove
         self.regions: dict[str, Region] = {}
         self.peers: list[Peer] = []
