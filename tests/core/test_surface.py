@@ -26,8 +26,8 @@ SLICE = {"drained", "length", "offset", "region"}
 PUBLIC = {
     hixl_async.Engine: {
         "accepted", "aclose", "add_close_callback", "address", "allocate", "bytes_in_flight", "closed", "coalesce", "connect",
-        "drained", "driver_facts", "driver_limits", "driver_stats", "forked", "group", "in_flight", "incarnation", "loop", "name",
-        "notifications", "notify", "open", "peers", "read", "register", "regions", "remove_close_callback", "room",
+        "drained", "driver_facts", "driver_limits", "driver_stats", "forked", "group", "in_flight", "incarnation", "loop",
+        "name", "notifications", "notify", "open", "peers", "read", "register", "regions", "remove_close_callback", "room",
         "serve", "stats", "submit", "unserve", "write",
     },
     hixl_async.Region: {
