@@ -6,6 +6,6 @@ import asyncio
 
 
 async def settle(rounds: int = 20) -> None:
-    """Let everything run that is due."""
+    """Run all due callbacks."""
     for _ in range(rounds):
         await asyncio.sleep(0)

@@ -79,7 +79,7 @@ def encode(kind: str, body: dict[str, Any], limit: int = ESTABLISHED_LIMIT) -> b
     except UnicodeEncodeError:
         raise ProtocolError(f"the body of {kind!r} holds half a surrogate pair, which UTF-8 cannot carry") from None
     if len(data) > limit:
-        raise ProtocolError(f"a {kind!r} message of {len(data)} bytes is over the limit of {limit}")
+        raise ProtocolError(f"the {kind!r} message of {len(data)} bytes is over the limit of {limit}")
     _check_counts(data, data.translate(_SHAPE))
     return data
 

@@ -105,7 +105,9 @@ class Engine(Core):
         notify_batch_size: int | None = None,
         max_bytes_in_flight: int | None = None,
     ) -> None:
-        self.config = EngineConfig.build(
+        if hasattr(self, "_config"):
+            raise InvalidArgumentError(f"{self!r} is initialised already; make another engine")
+        self._config = EngineConfig.build(
             address,
             name=name,
             domain=domain,
@@ -331,6 +333,11 @@ class Engine(Core):
     drained = Core.drained
 
     # -- identity
+
+    @property
+    def config(self) -> EngineConfig:
+        """The arguments of the engine, checked and completed."""
+        return self._config
 
     @property
     def name(self) -> str:

@@ -38,8 +38,12 @@ class Subscription(SubscriptionQueue[Notification]):
 
     def __init__(self, owner: Subscriptions, topic: str | None, queue: BoundedQueue[Notification]) -> None:
         super().__init__(owner.core, queue, lambda queue: owner.forget(topic, queue))
-        #: The topic, or None for all.
-        self.topic = topic
+        self._topic = topic
+
+    @property
+    def topic(self) -> str | None:
+        """The topic, or None for all."""
+        return self._topic
 
 
 class Subscriptions:

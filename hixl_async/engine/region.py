@@ -50,16 +50,8 @@ class Region(LocalMemory):
     ``region.numpy("float32")``; views keep the memory mapped, also after `aclose`.
     """
 
-    #: The name by which peers ask for it.
-    name: str
-    #: The most that any peer can be given.
-    access: Access
-    #: True if the memory belongs to the caller, who may use it for other things once it is released.
-    borrowed: bool
-    #: The number of the region in control messages; it is never used again.
-    number: int
-    #: For drivers whose transport registers memory later: the reason why that failed, or None once it is registered.
-    registrations: dict[str, asyncio.Future[DriverError | None]]
+    # The number of the region in control messages; it is never used again.
+    _number: int
 
     def __init__(
         self,
@@ -70,15 +62,27 @@ class Region(LocalMemory):
         *,
         borrowed: bool = False,
     ) -> None:
-        self.name = name
-        self.access = access
-        self.borrowed = borrowed
-        self.registrations = {}
+        self._name = name
+        self._access = access
+        # True if the memory belongs to the caller, who may use it for other things once it is released.
+        self._borrowed = borrowed
+        # For drivers whose transport registers memory later: the reason why that failed, or None once it is registered.
+        self._registrations: dict[str, asyncio.Future[DriverError | None]] = {}
         self._owner = owner
         self._grant = grant
 
     def __repr__(self) -> str:
-        return f"<Region {self.name!r} {self.size} bytes, access={self.access}{'' if self.alive else ', closed'}>"
+        return f"<Region {self._name!r} {self.size} bytes, access={self.access}{'' if self.alive else ', closed'}>"
+
+    @property
+    def name(self) -> str:
+        """The name by which peers ask for it."""
+        return self._name
+
+    @property
+    def access(self) -> Access:
+        """The most that any peer can be given."""
+        return self._access
 
     def access_for(self, peer: Any) -> Access:
         """Return the access that a peer is given: `access`, limited by the ``grant=`` function; none if that fails.
@@ -102,7 +106,7 @@ class Region(LocalMemory):
         :raises DriverError: if a driver's transport cannot register the memory, so that the driver cannot use it.
         :raises ClosedError: if the engine is closed meanwhile.
         """
-        for registration in self.registrations.values():
+        for registration in self._registrations.values():
             await asyncio.wait([registration])
             if registration.cancelled():
                 raise ClosedError(f"the engine was closed before {self!r} was ready")
@@ -170,14 +174,19 @@ class Region(LocalMemory):
 class RemoteRegion(RemoteMemory):
     """A peer's region, usable from here; slice it to name a range of bytes."""
 
-    #: The name that the peer gave it.
-    name: str
-    #: The access that the peer grants us.
-    access: Access
-
     def __init__(self, name: str, access: Access) -> None:
-        self.name = name
-        self.access = access
+        self._name = name
+        self._access = access
+
+    @property
+    def name(self) -> str:
+        """The name that the peer gave it."""
+        return self._name
+
+    @property
+    def access(self) -> Access:
+        """The access that the peer grants us."""
+        return self._access
 
     def __repr__(self) -> str:
         link = link_of(self)

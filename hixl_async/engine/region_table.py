@@ -125,7 +125,7 @@ class RegionTable:
                 raise DriverError(f"none of the drivers ({names}) registers {kind}")
             for driver in known:
                 if (pending := self._registration(region, driver)) is not None:
-                    region.registrations[driver.name] = pending
+                    region._registrations[driver.name] = pending
         except BaseException:
             memory.retire(region)
             raise
@@ -150,9 +150,9 @@ class RegionTable:
         return None
 
     def _enter(self, region: Region) -> Region:
-        region.number = self._next_number
+        region._number = self._next_number
         self._next_number += 1
-        self._names[region.name] = self._numbers[region.number] = region
+        self._names[region.name] = self._numbers[region._number] = region
         for peer in self._peers.up:
             peer._exports.offer(region)
         return region
@@ -161,7 +161,7 @@ class RegionTable:
 
     def revoke(self, region: Region) -> None:
         """Refuse new work with a region, free its name, and withdraw the offer to peers.  Idempotent."""
-        if self._numbers.get(region.number) is not region:
+        if self._numbers.get(region._number) is not region:
             return
         self._host.check_open()
         self._forget(region)
@@ -199,7 +199,7 @@ class RegionTable:
             self._forget(region)
 
     def _forget(self, region: Region) -> None:
-        del self._numbers[region.number], self._names[region.name]
+        del self._numbers[region._number], self._names[region.name]
         memory.retire(region)
 
 

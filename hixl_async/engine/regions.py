@@ -96,18 +96,18 @@ class Exports:
         return len(self._given)
 
     def __contains__(self, region: Region) -> bool:
-        return region.number in self._given
+        return region._number in self._given
 
     def offer(self, region: Region) -> None:
         """Tell the peer about a region that it may use."""
         access = self._access(region)
         if access and region.alive:  # a grant= function may even close it
-            body = {"id": region.number, "name": region.name, "size": region.size, "access": int(access)}
+            body = {"id": region._number, "name": region.name, "size": region.size, "access": int(access)}
             self._session.tell("region.up", body)
 
     def withdraw(self, region: Region) -> None:
         """Withdraw an offer."""
-        self._session.tell("region.down", {"id": region.number, "name": region.name})
+        self._session.tell("region.down", {"id": region._number, "name": region.name})
 
     def on_get(self, message: Incoming) -> None:
         """Answer the peer's request for a region."""
@@ -146,7 +146,7 @@ class Exports:
         for link in self._links:
             if not memory.known_to(region, link.driver):
                 continue
-            registration = region.registrations.get(link.driver.name)
+            registration = region._registrations.get(link.driver.name)
             if registration is None:
                 return link
             if not registration.done():
@@ -188,10 +188,10 @@ class Exports:
         :return: the regions that are leaked: registered memory, which its owner might use for other things once it is unpinned.
         """
         endangered = [
-            export.region for export in self._given.values() if export.region.borrowed and export.access & Access.WRITE
+            export.region for export in self._given.values() if export.region._borrowed and export.access & Access.WRITE
         ]
         for region in endangered:
-            del self._given[region.number]
+            del self._given[region._number]
         _leaked.extend(endangered)
         self.release()
         return endangered

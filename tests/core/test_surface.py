@@ -6,16 +6,26 @@ Code that may crash runs in a process of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 
 import pytest
 
 import hixl_async
-from hixl_async import _core
+from hixl_async import Batch, InvalidArgumentError, _core
 from hixl_async.core import in_flight, link, memory, transfer
+from hixl_async.testing import EnginePair, engine_pair
 
 from .conftest import World
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[EnginePair]:
+    async with engine_pair() as pair:
+        yield pair
+
 
 FUTURE = {
     "add_done_callback", "cancel", "cancelled", "done", "exception", "get_loop", "remove_done_callback", "result",
@@ -25,15 +35,15 @@ SLICE = {"drained", "length", "offset", "region"}
 #: Every public attribute of the types whose objects users hold; an addition is a decision, and belongs in the API reference.
 PUBLIC = {
     hixl_async.Engine: {
-        "accepted", "aclose", "add_close_callback", "address", "allocate", "bytes_in_flight", "closed", "coalesce", "connect",
-        "drained", "driver_facts", "driver_limits", "driver_stats", "forked", "group", "in_flight", "incarnation", "loop",
-        "name", "notifications", "notify", "open", "peers", "read", "register", "regions", "remove_close_callback", "room",
-        "serve", "stats", "submit", "unserve", "write",
+        "accepted", "aclose", "add_close_callback", "address", "allocate", "bytes_in_flight", "closed", "coalesce", "config",
+        "connect", "drained", "driver_facts", "driver_limits", "driver_stats", "forked", "group", "in_flight", "incarnation",
+        "loop", "name", "notifications", "notify", "open", "peers", "read", "register", "regions", "remove_close_callback",
+        "room", "serve", "stats", "submit", "unserve", "write",
     },
     hixl_async.Region: {
-        *MEMORY, "access_for", "aclose", "address", "device", "numpy", "readonly", "ready", "revoke", "torch",
+        *MEMORY, "access", "access_for", "aclose", "address", "device", "name", "numpy", "readonly", "ready", "revoke", "torch",
     },
-    hixl_async.RemoteRegion: MEMORY,
+    hixl_async.RemoteRegion: {*MEMORY, "access", "name"},
     hixl_async.LocalSlice: SLICE,
     hixl_async.RemoteSlice: SLICE,
     hixl_async.Transfer: {*FUTURE, "at_least", "drained", "nbytes", "progress", "state"},
@@ -45,7 +55,7 @@ PUBLIC = {
     },
     hixl_async.Group: {"read", "submit", "write"},
     hixl_async.Coalescer: {"flush", "read", "write"},
-    hixl_async.Subscription: {"aclose", "close", "dropped", "get", "get_nowait"},
+    hixl_async.Subscription: {"aclose", "close", "dropped", "get", "get_nowait", "topic"},
 }  # fmt: skip
 #: Private names of the core's types: the parts of asyncio's future protocol that have no public name.
 PROTOCOL = {"_asyncio_future_blocking", "_cancel_message", "_loop", "_make_cancelled_error"}
@@ -78,6 +88,41 @@ def test_the_engine_names_its_main_methods() -> None:
     """By the engine itself, and without a wrapper around what the core compiled."""
     for name in ("read", "write", "submit", "drained"):
         assert vars(hixl_async.Engine)[name] is vars(_core.Core)[name]
+
+
+async def test_attributes_are_read_only(pair: EnginePair) -> None:
+    """Among them are those on which it depends whether memory is freed."""
+    region, remote = await pair.region("kv", 64, access="read-write")
+    local = pair.left.allocate("local", 64)
+    transfer = pair.left.write(local, remote)
+    batch = Batch("write", local, remote)
+    await transfer
+    writable = []
+    for thing in (
+        pair.left,
+        pair.peer,
+        region,
+        remote,
+        local[:8],
+        remote[:8],
+        transfer,
+        batch,
+        pair.left.notifications(),
+    ):
+        for name in public(type(thing)):
+            value = getattr(thing, name)
+            if not callable(value):
+                with contextlib.suppress(AttributeError):
+                    setattr(thing, name, value)
+                    writable.append(f"{type(thing).__name__}.{name}")
+    assert writable == []
+
+
+async def test_an_engine_is_initialised_once(pair: EnginePair) -> None:
+    _, remote = await pair.region("kv", 64)
+    with pytest.raises(InvalidArgumentError, match="make another engine"):
+        pair.left.__init__()  # type: ignore[misc]
+    await pair.left.write(bytes(64), remote)
 
 
 async def test_memory_of_a_transfer_in_flight_cannot_be_freed(world: World) -> None:

@@ -272,7 +272,7 @@ async def test_messages_after_the_end_still_count(engine: Engine) -> None:
         await actor.hear("goodbye")
         await until(lambda: peer.state is PeerState.DOWN)
         assert first.pins == second.pins == 1
-        actor.say("region.gone", id=first.number)
+        actor.say("region.gone", id=first._number)
         await until(lambda: first.pins == 0)
         assert second.pins == 1
         actor.say("goodbye")

@@ -524,7 +524,7 @@ async def test_a_user_that_asks_for_more_than_it_may_have(engine: Engine) -> Non
     secret = engine.allocate("secret", 4096)
     choosy = engine.allocate("choosy", 4096, access="read-write", grant=lambda peer: "none")
     async with puppet(engine.address) as actor:
-        for call, number in enumerate([secret.number, choosy.number, 0, 1 << 62], 1):
+        for call, number in enumerate([secret._number, choosy._number, 0, 1 << 62], 1):
             actor.say("region.get", call=call, id=number)
             failure = await actor.hear("failure", "region.metadata")
             assert failure.kind == "failure"

@@ -357,7 +357,7 @@ async def test_an_answer_that_comes_with_the_cancellation(pair: EnginePair) -> N
     """Its descriptors are closed, as the balance sheet shows."""
     region, _ = await pair.region("kv", 4096)
     rpc = pair.peer._rpc
-    asking = asyncio.ensure_future(rpc.ask("region.get", {"id": region.number}, answer="region.metadata"))
+    asking = asyncio.ensure_future(rpc.ask("region.get", {"id": region._number}, answer="region.metadata"))
     answered = rpc.on_answer
 
     def answer_and_cancel(message: Incoming) -> None:

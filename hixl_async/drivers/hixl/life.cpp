@@ -169,7 +169,7 @@ uint64_t end_instance(hxa_instance &self, uint64_t now) {
     return NEVER;
 }
 
-// Memory that was released just now is on its way to the strand: wait until it is there, for a while.
+// Memory that was released just now may not have reached the strand yet: wait a bounded time.
 void await_released_memory(hxa_instance *self) {
     const uint64_t end = clock_now() + SECOND;
     Guard guard(self->over_lock);

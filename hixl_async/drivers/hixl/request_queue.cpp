@@ -98,7 +98,7 @@ void RequestQueue::take_submitted() {
     moved_ = now_;
 }
 
-// Memory that HIXL does not know yet is waited for; what an older connection cannot see, for a new one.
+// Wait until HIXL knows the memory, or for a new connection if the old one cannot see it.
 RequestQueue::Fit RequestQueue::fits(const hxa_batch &batch, Outcome &refusal) const {
     Fit fit = Fit::FINE;
     for (size_t i = 0; i < batch.n; i++) {

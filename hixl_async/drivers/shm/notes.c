@@ -65,7 +65,7 @@ static void work(hxa_link *link) {
     if (link->waiting.first == NULL) shm_store(&link->starved, 0u);
 }
 
-/* The holder leaves: only when no other thread asked since it last looked. */
+/* Give up the role of sender, unless another thread has asked since the last look. */
 static void leave(hxa_link *link) {
     uint32_t seen = shm_load_sc(&link->busy);
     if (seen == 1 && __atomic_compare_exchange_n(&link->busy, &seen, 0, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return;

@@ -57,7 +57,7 @@ static int is_small(const hxa_op *op) {
     return job->kind == SHM_COPY && batch->bytes <= SMALL_BYTES && batch->n <= SMALL_DESCRIPTORS;
 }
 
-/* The op whose turn it is, out of its queue; `small`: or NULL if it is large. */
+/* Remove and return the next op; with `small`, return NULL if it is large. */
 static hxa_op *pick(shm_pool *pool, int small, uint64_t *now) {
     const int lowest_first = (pool->turn + 1) % LOWEST_FIRST_EVERY == 0;
     for (int i = 0; i < 3; i++) {
