@@ -169,7 +169,11 @@ class Peer:
         self._session.must_be_up()
         if bytes_per_second is None:
             rate = 0
-        elif isinstance(bytes_per_second, int | float) and 1 <= bytes_per_second < 1 << 63:
+        elif (
+            type(bytes_per_second) is not bool
+            and isinstance(bytes_per_second, int | float)
+            and 1 <= bytes_per_second < 1 << 63
+        ):
             rate = int(bytes_per_second)
         else:
             raise InvalidArgumentError(

@@ -78,7 +78,9 @@ class Peers:
             async with asyncio.timeout_at(until):
                 await lock.acquire()
         except TimeoutError:
-            raise ConnectError(f"{where}: another connection attempt is in progress and did not succeed within {seconds:g} s") from None
+            raise ConnectError(
+                f"{where}: another connection attempt is in progress and did not succeed within {seconds:g} s"
+            ) from None
         try:
             known = (peer for peer in self.up if where in peer._dialled_at and peer._check_alive())
             return next(known, None) or await self._connect(where, seconds, until)

@@ -178,7 +178,7 @@ async def _guarding_owner(talk: Talk) -> None:
             memoryview(region)[:] = b"o" * SIZE
         await talk.say(engine.address)
         await talk.say(str(os.getpid()))
-        await talk.say(str(regions[2].number))
+        await talk.say(str(regions[2]._number))
         await talk.say(str(regions[2].address))
         assert await talk.hear() == "tried"
         for region in regions:

@@ -554,7 +554,7 @@ async def test_a_limit_is_reached_by_small_work_too(pair: EnginePair) -> None:
         pytest.fail("small writes take more than twice as long as one large one")
 
 
-@pytest.mark.parametrize("limit", [0, -1, 0.5, float("nan"), float("inf"), "fast", 1 << 63])
+@pytest.mark.parametrize("limit", [0, -1, 0.5, True, float("nan"), float("inf"), "fast", 1 << 63])
 async def test_a_malformed_limit(pair: EnginePair, limit: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="bytes_per_second"):
         pair.peer.limit_bandwidth(limit)
