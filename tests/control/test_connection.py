@@ -661,7 +661,7 @@ class TestFlood:
         await flood(200)
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
-        await flood(1500)
+        await flood(3000)
         now, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert now - before < 300_000

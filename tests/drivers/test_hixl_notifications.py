@@ -60,7 +60,7 @@ def test_a_queue_never_overflows(opened: Maker, sim: Sim) -> None:
     """Many senders, a receiver that takes nothing: what it has no room for stays with the sender."""
     b = opened()
     pairs = [vt.join(opened(pending_notes=5000), b) for _ in range(6)]
-    n, before = 700, sim.count("notifies")
+    n, before = 900, sim.count("notifies")
     for left, _ in pairs:
         for i in range(n):
             left.note(b"n", b"%d %s" % (i, b"x" * 700))

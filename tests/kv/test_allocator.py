@@ -75,7 +75,7 @@ class Lending(RuleBasedStateMachine):
 
 
 TestLending = Lending.TestCase
-TestLending.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestLending.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 def test_a_small_request_does_not_overtake() -> None:

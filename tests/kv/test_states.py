@@ -301,7 +301,7 @@ class Streaming(RuleBasedStateMachine):
 
 
 TestStreaming = Streaming.TestCase
-TestStreaming.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestStreaming.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
 
 
 def opened(layers: int = LAYERS) -> ConsumerState:

@@ -536,7 +536,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("machine", [Shm, FaultyShm])
 def test_random_programs(machine: type[Machine]) -> None:
-    run_programs(machine, 50)
+    run_programs(machine, 100)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ Work = list[tuple[str, list[tuple[int, int, int]]]]
 works: st.SearchStrategy[Work] = st.lists(
     st.tuples(st.sampled_from(["read", "write"]), batches(SIZE)), min_size=1, max_size=8
 )
-relaxed = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 async def play(plan: FaultPlan, work: Work, *, one_by_one: bool) -> tuple[list[Any], bool]:
