@@ -160,7 +160,7 @@ def _threads() -> Iterable[str]:
 
 
 def _mappings() -> Iterable[str]:
-    # The most of the mappings are those of libraries.
+    # Most lines are about libraries; a search of the bytes passes over them fast.
     for name in re.findall(rb"/memfd:.*", (_PROC / "maps").read_bytes()):
         yield f"mapping {name.decode()}"
 
