@@ -4,7 +4,7 @@
 Invariants.  The core's modules cite them where they rely on them, and tests/core has a test for each.
 
 C1   The operation in flight owns its slot (a `Transfer`) from accepted submit to release: one INCREF in `_track`, one DECREF
-     in `_settle`, nowhere else.
+     in `_settle_events`, nowhere else.
 C2   An accepted submit gets exactly one completion, then one release; a refused one gets neither.  Failure and
      safe-to-unpin are two events: a timeout causes the first, only the driver causes the second.
 C3   Driver threads hold no GIL and touch no Python object; they only post to the mailbox.

@@ -27,7 +27,7 @@ from .identity import Identity
 from .incoming import Incoming, binary_text, printable
 from .limits import ConnectionLimits
 from .listener import Listener
-from .process import Credentials
+from .process import Credentials, has_ended, is_ending
 from .scheduler import FairScheduler
 
 __all__ = [
@@ -44,5 +44,7 @@ __all__ = [
     "binary_text",
     "close_descriptors",
     "dial",
+    "has_ended",
+    "is_ending",
     "printable",
 ]

@@ -10,9 +10,10 @@ import socket
 import struct
 from typing import NamedTuple
 
-__all__ = ["Credentials", "LocalUser", "open_pidfd", "peer_credentials", "start_time", "why_unknown"]
+__all__ = ["Credentials", "LocalUser", "has_ended", "is_ending", "open_pidfd", "peer_credentials", "start_time", "why_unknown"]
 
 _SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5; the socket module has no name for it
+_PF_EXITING = 0x4  # linux/sched.h
 _UCRED = struct.Struct("iII")
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
@@ -84,11 +85,21 @@ def start_time(pid: int | None = None) -> str:
     :raises OSError: if the system has no descriptor left.
     """
     try:
-        stat = _read(f"/proc/{'self' if pid is None else pid}/stat")
+        return _stat(pid)[19]  # proc(5): field 22
     except OSError as error:
         why_unknown(error)
         return ""
-    return stat[stat.rindex(")") + 2 :].split()[19]  # proc(5): field 22; the name before it may contain anything
+
+
+def is_ending(pid: int) -> bool | None:
+    """Return True if the kernel is ending a process, False if it is not, and None if that cannot be told.
+
+    The kernel closes the sockets of a process that ends, then frees its memory, and only then makes its pidfd readable.
+    """
+    try:
+        return bool(int(_stat(pid)[6]) & _PF_EXITING)  # proc(5): field 9, of the process's first thread
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def open_pidfd(sock: socket.socket, credentials: Credentials, started: str) -> int | None:
@@ -111,7 +122,7 @@ def open_pidfd(sock: socket.socket, credentials: Credentials, started: str) -> i
     # The id may have passed to a new process before pidfd_open.  If the process that has it now started at the time that our
     # peer stated, and is still alive afterwards, it is our peer.
     with contextlib.suppress(OSError):
-        if start_time(credentials.pid) == started and not _died(pidfd):
+        if start_time(credentials.pid) == started and not has_ended(pidfd):
             return pidfd
     os.close(pidfd)
     return None
@@ -129,10 +140,17 @@ def why_unknown(error: Exception) -> str:
     return str(error)
 
 
-def _died(pidfd: int) -> bool:
+def has_ended(pidfd: int) -> bool:
+    """Return True if the process of a pidfd has ended; it is readable then."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def _stat(pid: int | None) -> list[str]:
+    """Return the fields of a process from the third on: the name before them may contain anything."""
+    stat = _read(f"/proc/{'self' if pid is None else pid}/stat")
+    return stat[stat.rindex(")") + 2 :].split()
 
 
 def _read(path: str) -> str:

@@ -1,5 +1,5 @@
 # The fields of the table of slots between submit and release.
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from .link cimport CoreBase, hxa_event_node
 from .transfer cimport Transfer
@@ -32,6 +32,8 @@ cdef class InFlightTable(CoreBase):
     cdef int _accept(self, Transfer transfer) except -1
     cdef int _track(self, Transfer transfer) except -1
     cdef int _settle(self, hxa_op *op) except -1
+    cdef int _settle_events(self, Transfer transfer, uint32_t events) except -1
+    cdef bint _withholds(self, Transfer transfer, uint32_t events) except *
     cdef object _failure(self, Transfer transfer, object row)
     cdef int _settle_all(self) except -1
     cdef int _deliver(self) except -1

@@ -201,6 +201,29 @@ cdef class InFlightTable(CoreBase):
         """Settle one op from the mailbox: its completion, its release, or both (C2)."""
         cdef Transfer transfer = <Transfer>op.owner
         cdef uint32_t events = hxa_mailbox_events(op)
+        if op.status == HXA_E_LINK and self._withholds(transfer, events):
+            return 0
+        return self._settle_events(transfer, events)
+
+    cdef bint _withholds(self, Transfer transfer, uint32_t events) except *:
+        """Keep back the failure of a transfer whose link broke while the cause is awaited; see `Link.explain_by`."""
+        cdef Link link = transfer.link
+        if transfer.control or transfer.outcome != ACTIVE or link.stops or link.cause_awaited is None:
+            return False
+        if not link.withheld and not link.cause_awaited():
+            return False
+        link.withheld.append((transfer, events))
+        return True
+
+    cdef int _settle_withheld(self, Link link) except -1:
+        cdef Transfer transfer
+        withheld, link.withheld = link.withheld, []
+        for transfer, events in withheld:
+            self._settle_events(transfer, events)
+        return 0
+
+    cdef int _settle_events(self, Transfer transfer, uint32_t events) except -1:
+        cdef hxa_op *op = &transfer.op
         cdef Drain drain
         row = None if op.failed < 0 else transfer._failed_row()
         if events & HXA_RELEASED:

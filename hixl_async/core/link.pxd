@@ -39,6 +39,7 @@ cdef class CoreBase:
 
     cdef int _drain(self, bint direct) except -1
     cdef int _deliver_all(self) except -1
+    cdef int _settle_withheld(self, Link link) except -1
     cdef hxa_op *_begin_call(self, Link link) except NULL
     cdef object _end_call(self, hxa_op *op, int answer, str what, object memory=*)
     cdef int _call_status(self, object call) except -1
@@ -86,6 +87,8 @@ cdef class Link:
     cdef list stops                   # Transfer: the first stop, and the one that said that the peer is dead
     cdef bint dead                    # a stop has said that the peer is dead
     cdef object explain               # explain(): why the link is down, or None; see `explain_by`
+    cdef object cause_awaited         # cause_awaited(): True while that is about to be known
+    cdef list withheld                # (Transfer, events): what failed meanwhile
 
     cdef int _must_exist(self, list fds) except -1
     cdef int _poll(self, bint direct) except -1

@@ -73,6 +73,10 @@ cdef class CoreBase:
         """Deliver every event that drivers posted so far."""
         raise NotImplementedError
 
+    cdef int _settle_withheld(self, Link link) except -1:
+        """Settle the transfers that failed while the cause was awaited."""
+        raise NotImplementedError
+
     cdef hxa_op *_begin_call(self, Link link) except NULL:
         """Return the op of a link or memory call; `_end_call` must follow, whatever the driver returns."""
         raise NotImplementedError
@@ -340,7 +344,7 @@ cdef class Driver:
     cdef Link _without_peer(self, str what):
         """Return a stand-in for the link of a call that concerns no peer."""
         cdef Link link = Link.__new__(Link)
-        link.driver, link.fd, link.stops, link.what = self, -1, [], what
+        link.driver, link.fd, link.stops, link.withheld, link.what = self, -1, [], [], what
         return link
 
     def link_new(self, uint64_t cookie, str peer not None):
@@ -440,16 +444,23 @@ cdef class Link:
             self.driver.core.event_loop.add_reader(self.fd, _readable, self)
             self.poll()
 
-    def explain_by(self, explain):
-        """Set the function that says why the link is down, for the errors of its transfers.
+    def explain_by(self, explain, cause_awaited):
+        """Set the functions that know why the link is down, for the errors of its transfers.
 
         :param explain: returns the cause, and True if the peer's process is known to have ended; or None.
+        :param cause_awaited: returns True if the cause will be known soon, and `stop` is called then; until that call, transfers
+            that failed with the link stay in flight.
         """
-        self.explain = explain
+        self.explain, self.cause_awaited = explain, cause_awaited
 
     def refuse(self):
         """Refuse new work from here on."""
         self.up = False
+
+    def unwatch(self):
+        """Stop watching the link's descriptor, which stays readable at the end of the peer; `stop` still polls it."""
+        if self.fd >= 0:
+            self.driver.core.event_loop.remove_reader(self.fd)
 
     def poll(self):
         """Receive what the peer sent; the next pass of the loop continues while there is more."""
@@ -536,6 +547,7 @@ cdef class Link:
             op = core._begin_call(self)
             self.stops.append(core._end_call(op, self.driver.table.link_stop(self.link, dead, op), "stop of a link"))
         self.dead |= dead
+        core._settle_withheld(self)
         return core._drained_transfers(self.stops)
 
     def free(self):

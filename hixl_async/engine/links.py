@@ -38,6 +38,7 @@ class Links:
     :param announce: tells the peer that it may submit; called once, when all drivers that can be linked are linked.
     :param come_up: called once, when both sides may submit.
     :param explain: returns why links to the peer are down, and True if its process has ended; None where that is not known.
+    :param cause_awaited: returns True while that is about to be known.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Links:
         announce: Callable[[], None],
         come_up: Callable[[], None],
         explain: Callable[[], tuple[str, bool] | None],
+        cause_awaited: Callable[[], bool],
     ) -> None:
         self._session = session
         self._cookie = cookie
         self._announce = announce
         self._come_up = come_up
         self._explain = explain
+        self._cause_awaited = cause_awaited
         self._loop = session.loop
         self._links: dict[str, Link] = {}
         self._unjoined: set[str] = set()  # drivers whose metadata has not come yet
@@ -138,7 +141,7 @@ class Links:
             except HixlError as error:
                 self.do_without(driver.name, error)
             else:
-                link.explain_by(self._explain)
+                link.explain_by(self._explain, self._cause_awaited)
                 self._links[driver.name] = link
                 session.send("link", {"driver": driver.name, "metadata": binary_text(metadata)}, fds)
 

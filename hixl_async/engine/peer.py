@@ -14,8 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import select
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
@@ -30,6 +28,7 @@ from .arguments import positive_seconds, require_callable
 from .closing import Closing
 from .host import Host
 from .links import FAILURE_LIMIT, Links
+from .process_watch import ProcessWatch
 from .region import Region, RemoteRegion
 from .regions import Exports, Imports
 from .rpc import Rpc
@@ -41,6 +40,10 @@ logger = logging.getLogger("hixl_async")
 
 #: Seconds between a link's end and the goodbye that explains it, before the peer counts as lost.
 GOODBYE_GRACE = 0.25
+
+#: Seconds for which a peer whose process the kernel is ending does not count as lost yet, because its death is the cause.  The
+#: kernel frees the memory of a process before it reports the death, which takes about 0.1 s for each GiB.
+DEATH_GRACE = 1.0
 
 #: Messages that may carry descriptors.
 CARRIERS = ("link", "region.metadata")
@@ -74,7 +77,7 @@ class Peer:
         self._loop = host.core.loop
         self._dialled_at: set[Address] = set()  # where `connect` finds it
         self._session = Session(connection, self._loop, host.check, host.spawn, self._lose)
-        self._links = Links(self._session, cookie, self._say_ready, self._come_up, self._explain)
+        self._links = Links(self._session, cookie, self._say_ready, self._come_up, self._explain, self._expects_death)
         self._rpc = Rpc(self._session, self._handler)
         self._exports = Exports(
             self._session,
@@ -88,10 +91,11 @@ class Peer:
         self._signal_callbacks: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[HixlError], None]] = []
         self._ending: asyncio.Task[None] | None = None
+        self._dying: asyncio.TimerHandle | None = None  # the end of the wait for the death that the kernel announced
         # Ours from here on, because it is watched for longer than the connection lives.
-        self._pidfd, connection.pidfd = connection.pidfd, None
-        if self._pidfd is not None:
-            self._loop.add_reader(self._pidfd, self._died)
+        pidfd, connection.pidfd = connection.pidfd, None
+        pid = connection.credentials.pid if connection.credentials is not None else 0
+        self._process = ProcessWatch(self._loop, pidfd, pid, self._died)
         self._routes = self._make_routes()
 
     def __repr__(self) -> str:
@@ -136,7 +140,10 @@ class Peer:
 
     @property
     def confirmed_dead(self) -> bool:
-        """True once the peer's process is known to have ended."""
+        """True once the peer's process is known to have ended.
+
+        It is watched while the peer is up, and after that for as long as the peer may still use memory of ours.
+        """
         return self._session.has(Mark.DEAD)
 
     def route(self, region: RemoteRegion | str) -> str:
@@ -413,8 +420,7 @@ class Peer:
         self._forget_if_over()
 
     def _died(self) -> None:
-        """Handle the end of the peer's process, whose pidfd is readable."""
-        self._unwatch_process()
+        """Handle the end of the peer's process."""
         self._session.mark(Mark.DEAD)
         error = self._death()
         self._session.cause = error  # before the links report the work that the death has ended
@@ -435,20 +441,15 @@ class Peer:
 
     def _check_alive(self) -> bool:
         """Return True if the peer is up; ask the kernel, because the loop may not have seen its death yet."""
-        self._check_process()
-        return self.state is PeerState.UP
-
-    def _check_process(self) -> None:
-        """Handle the end of the peer's process if the loop has not seen it yet."""
-        if self._pidfd is not None and _has_ended(self._pidfd):
-            self._died()
+        self._process.check()
+        return self.state is PeerState.UP and not self._process.is_ending
 
     def _explain(self) -> tuple[str, bool] | None:
         """Return why links to the peer are down, and True if its process has ended; None where that is not known.
 
         It asks the kernel, because transfers may fail before the loop sees the end of the process.
         """
-        if self.confirmed_dead or (self._pidfd is not None and _has_ended(self._pidfd)):
+        if self.confirmed_dead or self._process.has_ended:
             return str(self._death()), True
         cause = self._session.cause
         return None if cause is None else (str(cause), False)
@@ -458,26 +459,41 @@ class Peer:
         error.confirmed_dead = True
         return error
 
-    def _unwatch_process(self) -> None:
-        if self._pidfd is not None:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+    def _expects_death(self) -> bool:
+        """Return True while the kernel ends the peer's process, for `DEATH_GRACE` at most; there is no new work then.
+
+        Otherwise the cause of the loss would depend on which is seen first, the end of its sockets or that of the process.
+        """
+        if self._dying is None:
+            if self.state not in (PeerState.UP, PeerState.CLOSING) or self._process.is_ending is False:
+                return False
+            error = PeerDownError(f"the process of peer {self.name!r} is ending", peer=self.name)
+            if self.state is PeerState.UP:
+                self._begin_closing(error)
+            self._dying = self._loop.call_later(DEATH_GRACE, self._lose, error)
+        return self.state is not PeerState.DOWN
 
     def _on_connection_lost(self, error: HixlError) -> None:
         self._session.mark(Mark.CUT)
         # After its goodbye the peer may close the connection before we do.
         if self._session.has(Mark.GOODBYE):
             return
-        self._check_process()  # whose end is the cause, then
-        if not self.confirmed_dead:
+        self._process.check()  # whose end is the cause, then
+        if not self.confirmed_dead and not self._expects_death():
             self._lose(PeerDownError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name))
 
     def _link_down(self, driver: Driver, text: str) -> None:
         error = PeerDownError(f"the link to peer {self.name!r} broke: {text}", peer=self.name)
         if self.state is PeerState.CONNECTING:
             self._links.do_without(driver.name, error)
-        elif self.state is PeerState.UP and self._links.get(driver.name) is not None:
+            return
+        link = self._links.get(driver.name)
+        if link is None:
+            return
+        self._process.check()
+        if self._expects_death():
+            link.unwatch()
+        elif self.state is PeerState.UP:
             self._begin_closing(error)
             self._end(self._part(error, text))
 
@@ -574,9 +590,10 @@ class Peer:
         """Handle the peer's goodbye: it has drained its work and leaves."""
         if not self._session.has(Mark.DOWN):
             self._session.mark(Mark.GOODBYE)
-        if self.state is PeerState.UP:
+        if self.state in (PeerState.UP, PeerState.CLOSING):
             error = PeerDownError(f"peer {self.name!r} left", peer=self.name)
-            self._begin_closing(error)
+            if self.state is PeerState.UP:
+                self._begin_closing(error)
             self._end(self._part(error))
         self._become_harmless()
 
@@ -589,6 +606,8 @@ class Peer:
         """Enter DOWN; the only place that does."""
         if self.state is PeerState.DOWN:
             return
+        if self._dying is not None:
+            self._dying.cancel()
         self._session.change(PeerState.DOWN, error)
         self._links.refuse()
         if not self._links.ready.done():
@@ -610,12 +629,12 @@ class Peer:
 
     def _forget_if_over(self) -> None:
         if self._session.has(Mark.WOUND_DOWN) and self._session.has(Mark.FENCED):
-            self._unwatch_process()
+            self._process.stop()
             self._forget(self)
 
     def _give_up(self) -> list[Region]:
         """Stop waiting for a peer that may still hold memory of ours, because the engine ends: see `Exports.give_up`."""
-        self._unwatch_process()
+        self._process.stop()
         self._session.mark(Mark.GIVEN_UP)
         leaked = self._exports.give_up()
         self._forget(self)
@@ -624,13 +643,4 @@ class Peer:
     def _abandon(self) -> None:
         """Close the copies of descriptors in a child of fork(), nothing more."""
         self._connection.abandon()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
-
-
-def _has_ended(pidfd: int) -> bool:
-    """Return True if the process of a pidfd has ended; it is readable then."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
+        self._process.abandon()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import select
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,7 +19,9 @@ from hixl_async import (
     PeerState,
     RemoteRegion,
     Transfer,
+    TransferTimeoutError,
 )
+from hixl_async.control import Incoming
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process, until
 
 SIZE = 4 << 20
@@ -110,11 +112,12 @@ async def test_a_death(drivers: Any, first: str) -> None:
         peer = await engine.connect(process.address)
         remote = await peer.region("kv")
         transfer = in_flight(engine, peer, remote)
-        assert peer._pidfd is not None
+        pidfd = peer._process._pidfd
+        assert pidfd is not None
         if first != "its death":
-            asyncio.get_running_loop().remove_reader(peer._pidfd)
+            asyncio.get_running_loop().remove_reader(pidfd)
         process.kill()
-        select.select([peer._pidfd], [], [])  # the loop sees its links break and its death together
+        select.select([pidfd], [], [])  # the loop sees its links break and its death together
         if first == "the connection":
             peer._on_connection_lost(ClosedError("the other side closed the connection"))
         error = await lost(transfer, f"the process of peer {peer.name!r} ended")
@@ -123,6 +126,90 @@ async def test_a_death(drivers: Any, first: str) -> None:
             with pytest.raises(PeerDownError, match="ended") as refused:
                 engine.write(bytes(SIZE), remote)
             assert refused.value.confirmed_dead
+
+
+async def test_a_death_that_takes_long() -> None:
+    """The kernel closes the sockets of a process before it frees its memory, and only then is the death known."""
+    async with peer_process(regions={"private": 256 << 20, "kv": SIZE}) as process, Engine() as engine:
+        peer = await engine.connect(process.address)
+        remote = await peer.region("kv")
+        transfer = in_flight(engine, peer, remote)
+        waiting = asyncio.ensure_future(peer.region("never"))
+        told: list[HixlError] = []
+        peer.add_lost_callback(told.append)
+        await asyncio.sleep(0)
+        process.kill()
+        death = f"the process of peer {peer.name!r} ended"
+        error = await lost(transfer, death)
+        with pytest.raises(PeerDownError, match=death) as down:
+            await waiting
+        assert error.confirmed_dead
+        assert down.value.confirmed_dead
+        assert peer.confirmed_dead
+        assert [str(error) for error in told] == [death]
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of all peers seem to be ending."""
+    monkeypatch.setattr("hixl_async.engine.process_watch.is_ending", lambda pid: True)
+    monkeypatch.setattr("hixl_async.engine.peer.DEATH_GRACE", 0.2)
+
+
+class Losing(NamedTuple):
+    """Two transfers whose driver has reported that they failed with their link; the peer's process seems to be ending."""
+
+    pair: EnginePair
+    remote: RemoteRegion
+    transfer: Transfer
+    hasty: Transfer  # its timeout passes soon
+
+
+@pytest.fixture
+async def losing(dying: None) -> AsyncIterator[Losing]:
+    async with engine_pair(drivers={"shm": {}}, close_timeout=0.2) as pair:
+        _, remote = await pair.region("kv", SIZE)
+        transfer = in_flight(pair.left, pair.peer, remote)
+        hasty = pair.left.write(bytes(SIZE), remote, timeout=0.05)
+        await pair.back._links.stop()
+        await until(lambda: pair.peer.state is PeerState.CLOSING)
+        await asyncio.sleep(0.01)
+        yield Losing(pair, remote, transfer, hasty)
+
+
+async def test_a_death_that_does_not_come(losing: Losing) -> None:
+    """Its peer is lost all the same, a moment later."""
+    pair, remote, transfer, hasty = losing
+    assert not transfer.done()
+    ending = "the process of peer 'right' is ending"
+    with pytest.raises(PeerDownError, match=ending):
+        pair.left.write(bytes(8), remote)
+    with pytest.raises(TransferTimeoutError):
+        await hasty
+    await hasty.drained()
+    error = await lost(transfer, ending)
+    assert not error.confirmed_dead
+    assert pair.peer.state is PeerState.DOWN
+    await until(lambda: pair.left.stats().peers == 0)
+
+
+async def test_a_transfer_is_cancelled_while_the_death_is_awaited(losing: Losing) -> None:
+    assert losing.transfer.cancel()
+    assert losing.transfer.cancelled()
+    await losing.transfer.drained()
+    assert losing.pair.peer.state is PeerState.DOWN
+
+
+async def test_the_engine_closes_while_the_death_is_awaited(losing: Losing) -> None:
+    await losing.pair.left.aclose()
+    assert isinstance(losing.transfer.exception(), PeerLostError)
+    await losing.transfer.drained()
+
+
+async def test_a_goodbye_while_the_death_is_awaited(losing: Losing) -> None:
+    """The goodbye of a process that ends in good order was still on its way."""
+    losing.pair.peer._on_goodbye(Incoming("goodbye", {}))
+    await lost(losing.transfer, "peer 'right' left")
 
 
 async def test_work_that_is_refused_while_the_loss_is_reported(pair: EnginePair) -> None:
