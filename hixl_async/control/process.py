@@ -10,7 +10,16 @@ import socket
 import struct
 from typing import NamedTuple
 
-__all__ = ["Credentials", "LocalUser", "has_ended", "is_ending", "open_pidfd", "peer_credentials", "start_time", "why_unknown"]
+__all__ = [
+    "Credentials",
+    "LocalUser",
+    "has_ended",
+    "is_ending",
+    "open_pidfd",
+    "peer_credentials",
+    "start_time",
+    "why_unknown",
+]
 
 _SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5; the socket module has no name for it
 _PF_EXITING = 0x4  # linux/sched.h

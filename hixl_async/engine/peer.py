@@ -42,7 +42,7 @@ logger = logging.getLogger("hixl_async")
 GOODBYE_GRACE = 0.25
 
 #: Seconds for which a peer whose process the kernel is ending does not count as lost yet, because its death is the cause.  The
-#: kernel frees the memory of a process before it reports the death, which takes about 0.1 s for each GiB.
+#: kernel frees the memory of a process before it reports the death, which took 0.2 s for each GiB when measured.
 DEATH_GRACE = 1.0
 
 #: Messages that may carry descriptors.

@@ -15,14 +15,12 @@ class ProcessWatch:
     """Report the end of a process once.
 
     :param loop: the event loop.
-    :param pidfd: the descriptor of the process, owned from here on; None where the kernel gives none, for example on another host.
+    :param pidfd: the descriptor of the process, owned from here on; None for example on another host.
     :param pid: its id; 0 if it is in a PID namespace that ours cannot see.
     :param ended: called when the process has ended.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, pidfd: int | None, pid: int, ended: Callable[[], None]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, pidfd: int | None, pid: int, ended: Callable[[], None]) -> None:
         self._loop = loop
         self._pidfd = pidfd
         self._pid = pid

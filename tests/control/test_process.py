@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hixl_async.control import process
-from hixl_async.control.process import Credentials, LocalUser, open_pidfd, peer_credentials, start_time
+from hixl_async.control.process import Credentials, LocalUser, is_ending, open_pidfd, peer_credentials, start_time
 
 ME = Credentials(os.getpid(), os.geteuid(), os.getegid())
 
@@ -103,6 +103,16 @@ class TestPidfd:
         assert open_pidfd(child.sock, child.credentials, started) is None
         child.process.wait()
         assert open_pidfd(child.sock, child.credentials, started) is None
+
+    def test_is_ending(self, child: Child) -> None:
+        assert is_ending(os.getpid()) is False
+        assert is_ending(child.process.pid) is False
+        child.process.kill()
+        os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
+        assert is_ending(child.process.pid) is True  # a zombie
+        child.process.wait()
+        assert is_ending(child.process.pid) is None
+        assert is_ending(-1) is None
 
     @pytest.mark.parametrize("pid", [0, -1])
     def test_is_not_opened_for_a_process_of_another_namespace(self, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
