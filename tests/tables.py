@@ -35,9 +35,9 @@ def table(
     """Return a copy of the table of driver `name`.
 
     :param lacks: capabilities that it does not have, by their names in ``vtable.CAPS``.
-    :param size: what it says of its own size, as an older one does.
-    :param rest: what lies in memory behind that size.
-    :param members: functions that take the place of its own.
+    :param size: the size that it claims, as an older driver would.
+    :param rest: the bytes in memory behind that size.
+    :param members: functions that replace its own.
     """
     made = vt.CDriver.from_buffer_copy(vt.CDriver.from_address(_pointer_of(drivers.load(name), CAPSULE)))
     for cap in lacks:

@@ -36,7 +36,7 @@ def _works(series: list[dict[str, Any]]) -> Iterator[str]:
         for column, what in (("nanoseconds", "time"), ("cpu", "CPU time")):
             for us in ours:
                 if work.kind == "idle" and (column == "nanoseconds" or us["cpu"][0] < us["nanoseconds"][0] / 500):
-                    continue  # the time is the one that was asked for, and so little CPU time is that of the question
+                    continue  # the time was given, and this little CPU time is the measurement's own
                 better = [
                     f"{one['competitor']} {seconds(statistics.median(one[column]))}"
                     for one in mine

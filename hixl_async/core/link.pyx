@@ -448,7 +448,7 @@ cdef class Link:
         """Set the functions that know why the link is down, for the errors of its transfers.
 
         :param explain: returns the cause, and True if the peer's process is known to have ended; or None.
-        :param cause_awaited: returns True if the cause will be known soon, and `stop` is called then; until that call, transfers
+        :param cause_awaited: returns True if the cause will be known soon, and `stop` called then; until that call, transfers
             that failed with the link stay in flight.
         """
         self.explain, self.cause_awaited = explain, cause_awaited

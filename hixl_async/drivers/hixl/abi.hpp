@@ -1,5 +1,5 @@
-// Our own declarations of what libcann_hixl.so exports: no CANN header is ever included, for none is there where this
-// is built, and theirs bring a static map of strings whose layout depends on _GLIBCXX_USE_CXX11_ABI into every file.
+// Our own declarations of what libcann_hixl.so exports.  No CANN header is included, because the machine that builds this need
+// not have any, and because theirs define a static map of strings whose layout depends on _GLIBCXX_USE_CXX11_ABI.
 //
 // Nothing below depends on that macro: the interface passes AscendString, std::vector and std::map only.
 #pragma once

@@ -14,10 +14,10 @@ enum {
     POPULATE_CHUNK = 256 << 10,        /* populating holds up mmap and munmap on the loop */
     CHUNK_DESCRIPTORS = 4096,          /* most in one chunk of a copy */
     LOWEST_FIRST_EVERY = 8,            /* so that nothing starves */
-    SMALL_BYTES = 16 << 10,            /* ops up to this, and ... */
-    SMALL_DESCRIPTORS = 64,            /* ... of no more descriptors are taken several at a time */
+    SMALL_BYTES = 16 << 10,            /* ops of at most this many bytes, */
+    SMALL_DESCRIPTORS = 64,            /* and at most this many descriptors, are taken several at a time */
     TURN = 16,                         /* most chunks of one turn at the mutex */
-    PACES_PER_SECOND = 100,            /* a link with a limit moves at most so much of its second at once */
+    PACES_PER_SECOND = 100,            /* a link with a limit moves at most 1/100 of a second's bytes at once */
     CATCH_UP_NS = 1000000000 / PACES_PER_SECOND
 };
 
@@ -41,7 +41,7 @@ static shm_queue *queue_of(shm_pool *pool, const hxa_op *op) {
     return &pool->queues[priority > HXA_PRIORITY_NORMAL ? 0 : priority < HXA_PRIORITY_NORMAL ? 2 : 1];
 }
 
-/* Has its link used up what its limit allows for now?  Then the pool looks again when it is due. */
+/* Return 1 if the bandwidth limit of its link forbids more for now; the pool looks again when that ends. */
 static int held_back(shm_pool *pool, hxa_op *op, uint64_t *now) {
     const shm_job *job = shm_job_of(op);
     if (job->kind != SHM_COPY || shm_load(&job->link->pace) == 0) return 0;
