@@ -71,7 +71,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_json_choice(parser)
     add_loop_choice(parser)
     add("--pairs", type=count, default=24, metavar="N", help="pairs of blocks for each cell (24)")
-    add("--starts", type=count, default=4, metavar="N", help="starts of the processes, over which the pairs are spread (4)")
+    add(
+        "--starts",
+        type=count,
+        default=4,
+        metavar="N",
+        help="starts of the processes, over which the pairs are spread (4)",
+    )
     add("--limit", type=amount, default=1.03, metavar="RATIO", help="largest ratio after / before (1.03)")
     add("--block", type=amount, default=0.01, metavar="SECONDS", help="least duration of a block (0.01)")
     add("--cells", nargs="+", default=[], metavar="TEXT", help="measure only cells whose names contain one of these")
