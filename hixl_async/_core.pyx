@@ -216,7 +216,7 @@ cdef class Core(InFlightTable):
             PyObject_GetBuffer(local, &transfer.view, PyBUF_WRITABLE if verb == HXA_READ else PyBUF_SIMPLE)
         except (BufferError, ValueError, TypeError) as error:
             raise errors.BufferTypeError(
-                f"local {type(local).__name__} cannot be used: {error}; it must be contiguous"
+                f"local {type(local).__name__} cannot be used: {str(error).rstrip('.')}; it must be contiguous"
                 + (" and writable to be read into" if verb == HXA_READ else "")
             ) from error
         check_contents(local, &transfer.view)
@@ -369,7 +369,7 @@ cdef class Core(InFlightTable):
                 ) from None
         if timeout is not None:
             try:
-                transfer.timeout = timeout if isinstance(timeout, (int, float)) else 0
+                transfer.timeout = timeout if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) else 0
             except OverflowError:  # an int beyond any float
                 transfer.timeout = INFINITY
             if not 0 < transfer.timeout < INFINITY:
@@ -399,6 +399,9 @@ cdef class Core(InFlightTable):
         except (BufferError, TypeError, ValueError, AttributeError, UnicodeError) as error:
             if isinstance(error, errors.HixlError):
                 raise
+            if transfer.batch.n == 0:  # no option of a transfer, but the call `notify`
+                raise errors.InvalidArgumentError(
+                    f"topic must be a string and payload bytes, not {notify[0]!r} and {notify[1]!r}") from error
             raise errors.InvalidArgumentError(f"notify must be (topic: str, payload: bytes), not {notify!r}") from error
         if not transfer.topic:
             raise errors.InvalidArgumentError("the notification's topic is empty; subscribers need a name")
@@ -420,14 +423,16 @@ cdef class Core(InFlightTable):
             raise errors.DriverError(f"driver {driver.name!r} cannot store signals")
         try:
             place, value = signal
+            if isinstance(value, bool):
+                raise TypeError
             transfer.batch.signal_value = PyNumber_Index(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise errors.InvalidArgumentError(
-                "signal must be (remote range of 8 bytes, value in 0..2**64-1)"
+                f"signal must be (remote range of 8 bytes, value in 0..2**64-1), not {signal!r}"
             ) from error
         word = <RemoteSlice>place if type(place) is RemoteSlice else None
         if word is None or word.nbytes != 8 or word.start % 8:
-            raise errors.InvalidArgumentError("the signal's range must be 8 aligned bytes of a remote region")
+            raise errors.InvalidArgumentError(f"the signal's range must be 8 aligned bytes of a remote region, not {place!r}")
         other = word.memory.link
         if other is not transfer.link:
             if other is not None and other.cookie == transfer.link.cookie and other.driver.core is self:

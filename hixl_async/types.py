@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum, IntFlag
+from enum import STRICT, Enum, IntFlag
+from socket import AF_INET6, inet_pton
 from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 __all__ = [
@@ -19,7 +20,7 @@ __all__ = [
 ]
 
 
-class Access(IntFlag):
+class Access(IntFlag, boundary=STRICT):
     """The operations that peers may perform on a region.
 
     With `WRITE` alone, the kernel mapping of a peer on the same host can still read.
@@ -100,29 +101,48 @@ class Address(NamedTuple):
     port: int
 
     @classmethod
-    def parse(cls, text: str) -> Address:
-        """Parse an address.
+    def parse(cls, value: str | Address) -> Address:
+        """Return the `Address` for a text.
 
-        :param text: ``"host:port"``, ``":port"`` (loopback) or ``"[v6]:port"``.
+        :param value: ``"host:port"``, ``":port"`` (loopback), ``"[v6]:port"``, or an `Address` already.
         :return: the address.
-        :raises ValueError: if `text` has no port, the port is not in 0..65535, or an IPv6 address has no brackets.
+        :raises ValueError: if `value` is none of these, the port is not in 0..65535, or an IPv6 address has no brackets.
         """
-        if text.count(":") > 1 and not {"[", "]"} & set(text):
-            raise ValueError(f"an IPv6 address needs brackets, since a port follows it: write [{text}]:PORT")
-        host, colon, port = text.rpartition(":")
-        bracketed = host.startswith("[") and host.endswith("]")
-        if (
-            not colon
-            or not (port.isascii() and port.isdigit() and int(port) <= 65535)
-            or (":" in host and not bracketed)
-        ):
-            raise ValueError(f"address must look like 'host:port' with a port in 0..65535, not {text!r}")
-        if bracketed:
-            host = host[1:-1]
-        return cls(host or "127.0.0.1", int(port))
+        address = value
+        if isinstance(value, str):
+            if value.count(":") > 1 and not {"[", "]"} & set(value):
+                raise ValueError(f"an IPv6 address needs brackets, since a port follows it: write {_bracketed(value)}")
+            host, colon, port = value.rpartition(":")
+            bracketed = host.startswith("[") and host.endswith("]")
+            if colon and port.isascii() and port.isdigit() and len(port) <= 5 and (":" not in host or bracketed):
+                address = cls((host[1:-1] if bracketed else host) or "127.0.0.1", int(port))
+        if not isinstance(address, Address) or not address._valid():
+            raise ValueError(f"address must look like 'host:port' with a port in 0..65535, not {value!r}")
+        return address
+
+    def _valid(self) -> bool:
+        host, port = self
+        return (
+            isinstance(host, str)
+            and bool(host)
+            and host.isprintable()
+            and isinstance(port, int)
+            and not isinstance(port, bool)
+            and 0 <= port <= 65535
+        )
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _bracketed(text: str) -> str:
+    """Return the forms that the writer of an IPv6 address without brackets may have meant."""
+    host, _, port = text.rpartition(":")
+    try:
+        inet_pton(AF_INET6, host)
+    except OSError:
+        return f"[{text}]:PORT"
+    return f"[{text}]:PORT, or [{host}]:{port} if {port} is the port"
 
 
 class DriverInfo(NamedTuple):

@@ -33,7 +33,7 @@ cdef object _table(object rows, Py_ssize_t width, str words):
         except (TypeError, ValueError, RuntimeError, BufferError) as error:
             raise errors.BufferTypeError(f"rows: {type(rows).__name__} cannot be used by DLPack: {error}") from error
     if not PyObject_CheckBuffer(rows):
-        flat = array("Q")
+        flat, row = array("Q"), rows
         try:
             for row in rows:
                 before = len(flat)
@@ -42,7 +42,7 @@ cdef object _table(object rows, Py_ssize_t width, str words):
                     raise ValueError
         except (TypeError, ValueError, OverflowError) as error:
             raise errors.InvalidArgumentError(
-                f"rows must be sequences ({words}) of integers in 0..2**64-1"
+                f"rows must be sequences ({words}) of integers in 0..2**64-1, not {row!r}"
             ) from error
         if not flat:
             raise _nothing_to_move()
@@ -75,7 +75,7 @@ cdef list _parts(object parts):
         listed = [()]
     if any(len(part) not in (2, 3) for part in listed):
         raise errors.InvalidArgumentError(
-            "parts must be a sequence whose members are (local, remote, rows) or (local_slice, remote_slice)"
+            f"parts must be a sequence whose members are (local, remote, rows) or (local_slice, remote_slice), not {parts!r}"
         )
     return listed
 
@@ -179,6 +179,8 @@ cdef class Batch:
         cdef size_t i
         cdef int64_t here, there
         try:
+            if isinstance(local, bool) or isinstance(remote, bool):
+                raise TypeError
             here, there = PyNumber_Index(local), PyNumber_Index(remote)
         except TypeError:
             raise errors.InvalidArgumentError(f"shifts are whole numbers of bytes, not {local!r} and {remote!r}") from None

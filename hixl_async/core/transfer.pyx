@@ -264,7 +264,7 @@ cdef class Transfer:
         :raises CancelledError: if the transfer is cancelled first.
         :raises WrongLoopError: on another thread than the loop's.
         """
-        if not isinstance(nbytes, int) or not 0 <= nbytes <= self.batch.bytes:
+        if not isinstance(nbytes, int) or isinstance(nbytes, bool) or not 0 <= nbytes <= self.batch.bytes:
             raise errors.InvalidArgumentError(
                 f"nbytes must be in 0..{self.batch.bytes}, the size of the transfer, not {nbytes!r}")
         cdef double pause = SHORTEST_POLL

@@ -79,7 +79,7 @@ static int parse(const hxa_option *option, setting *settings, size_t n, char *er
     }
     int used = snprintf(error, error_len, "shm: no option %s; there are", option->key);
     for (size_t i = 0; i < n && used >= 0 && (size_t)used < error_len; i++)
-        used += snprintf(error + used, error_len - (size_t)used, " %s", settings[i].key);
+        used += snprintf(error + used, error_len - (size_t)used, i ? ", %s" : " %s", settings[i].key);
     return -HXA_E_INVALID;
 }
 

@@ -8,16 +8,30 @@ from operator import index
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["positive_seconds", "require_callable", "whole_number"]
+__all__ = ["number_of", "positive_seconds", "require_callable", "require_service", "whole_number"]
+
+#: The most characters of the name of a service.
+SERVICE_CHARACTERS = 512
 
 
 def require_callable(name: str, value: object) -> None:
     """Return if `value` is callable.
 
-    :raises InvalidArgumentError: if it cannot; the message says `name`.
+    :raises InvalidArgumentError: if it is not; the message contains `name`.
     """
     if not callable(value):
         raise InvalidArgumentError(f"{name} must be a function, not {value!r}")
+
+
+def require_service(value: object) -> None:
+    """Return if `value` can be the name of a service.
+
+    :raises InvalidArgumentError: if it cannot.
+    """
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= SERVICE_CHARACTERS:
+        raise InvalidArgumentError(
+            f"service must be a printable string of 1 to {SERVICE_CHARACTERS} characters, not {value!r}"
+        )
 
 
 def positive_seconds(name: str, value: object) -> float:
@@ -45,3 +59,15 @@ def whole_number(name: str, value: object) -> int:
         with suppress(TypeError):
             return index(value)  # type: ignore[arg-type]
     raise InvalidArgumentError(f"{name} must be a whole number, not {value!r}")
+
+
+def number_of(unit: str, name: str, value: object, least: int, bits: int) -> int:
+    """Return `value` as an int if it is a number of `unit` of at least `least` that fits into `bits` bits.
+
+    :raises InvalidArgumentError: if it is not a whole number, or outside of the range; the message contains `name`.
+    """
+    number = whole_number(name, value)
+    if least <= number < 1 << bits:
+        return number
+    shown = str(number) if number.bit_length() <= 1024 else "one of many more digits"  # Python prints no longer ones
+    raise InvalidArgumentError(f"{name} must be a number of {unit} in {least}..2**{bits}-1, not {shown}")

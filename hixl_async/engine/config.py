@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import InvalidArgumentError
 from ..types import Address
-from .arguments import positive_seconds
+from .arguments import number_of, positive_seconds
 
 __all__ = ["DEFAULT_DRIVERS", "Drivers", "EngineConfig", "parse_address"]
 
@@ -52,6 +52,8 @@ class EngineConfig:
     max_bytes_in_flight: int | None = None
 
     def __post_init__(self) -> None:
+        if self.address is not None:
+            parse_address(self.address)
         for name in ("stall", "connect_timeout", "close_timeout"):
             positive_seconds(name, getattr(self, name))
         for name in ("name", "domain"):
@@ -60,17 +62,12 @@ class EngineConfig:
                 raise InvalidArgumentError(f"{name} must be a string of 1 to 128 printable characters, not {value!r}")
         if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < 8):
             raise InvalidArgumentError("secret must have at least 8 bytes; use for example secrets.token_bytes(32)")
-        if self.unix_dir is not None and not isinstance(self.unix_dir, str):
+        if self.unix_dir is not None and not _is_path(self.unix_dir):
             raise InvalidArgumentError(f"unix_dir must be the path of a folder or None, not {self.unix_dir!r}")
         for name in ("notification_limit", "notify_batch_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-                raise InvalidArgumentError(f"{name} must be a number of messages of at least 1, not {value!r}")
-        most = self.max_bytes_in_flight
-        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or not 1 <= most < 1 << 62):
-            raise InvalidArgumentError(
-                f"max_bytes_in_flight must be a number of bytes of at least 1, or None, not {most!r}"
-            )
+            object.__setattr__(self, name, number_of("messages", name, getattr(self, name), 1, 31))
+        if (most := self.max_bytes_in_flight) is not None:
+            object.__setattr__(self, "max_bytes_in_flight", number_of("bytes", "max_bytes_in_flight", most, 1, 62))
         if not isinstance(self.drivers, Mapping):
             raise InvalidArgumentError(f"drivers must map names to options, not {self.drivers!r}")
         if not self.drivers:
@@ -123,11 +120,27 @@ class EngineConfig:
         return cls(
             address=None if address is None else parse_address(address),
             name=name if name is not None else f"engine-{os.getpid()}",
-            secret=secret.encode() if isinstance(secret, str) else secret,
+            secret=_encoded(secret) if isinstance(secret, str) else secret,
             drivers=drivers,
             notify_batch_size=notify_batch_size,
             **settings,
         )
+
+
+def _is_path(path: object) -> bool:
+    try:
+        return isinstance(path, str) and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+
+
+def _encoded(secret: str) -> bytes:
+    try:
+        return secret.encode()
+    except UnicodeEncodeError:  # not shown, since it is secret
+        raise InvalidArgumentError(
+            "secret holds half a surrogate pair, which UTF-8 cannot carry; pass bytes, for example secrets.token_bytes(32)"
+        ) from None
 
 
 def _names(drivers: Any) -> list[str]:
@@ -141,15 +154,11 @@ def _names(drivers: Any) -> list[str]:
 
 
 def parse_address(address: str | Address) -> Address:
-    """Parse an address, and raise this package's error if it is malformed.
+    """Return the `Address` for a text, and raise this package's error if it is malformed.
 
     :raises InvalidArgumentError: if `address` is not an address.
     """
     try:
-        return address if isinstance(address, Address) else Address.parse(address)
+        return Address.parse(address)
     except ValueError as error:
         raise InvalidArgumentError(str(error)) from None
-    except (AttributeError, TypeError):
-        raise InvalidArgumentError(
-            f"address must look like 'host:port' with a port in 0..65535, not {address!r}"
-        ) from None

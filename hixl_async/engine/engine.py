@@ -36,7 +36,7 @@ from ..errors import (
     InvalidArgumentError,
 )
 from ..types import AccessLike, Address, EngineStats
-from .arguments import positive_seconds, require_callable
+from .arguments import number_of, positive_seconds, require_callable, require_service
 from .closing import Closing
 from .coalescer import Coalescer
 from .config import Drivers, EngineConfig, parse_address
@@ -470,15 +470,15 @@ class Engine(Core):
     def serve(self, service: str, handler: Handler) -> None:
         """Let peers call `handler` by ``peer.request(service, body)`` and ``peer.post(service, body)``.
 
-        :param service: the name of the service, printable and not empty.
+        :param service: the name of the service, printable, of 1 to 512 characters.
         :param handler: a function or a coroutine function.  It gets the peer and the request's body (a JSON object), and
             returns the answer's body, or None for an empty one.  A `HixlError` that it raises reaches the caller with its type.
         :raises InvalidArgumentError: if `service` is malformed or served already, or `handler` is not callable.
         :raises ClosedError: if the engine is closed.
         """
         in_flight.must_be_open(self)
-        if not isinstance(service, str) or not service or not service.isprintable() or not callable(handler):
-            raise InvalidArgumentError(f"serve takes a printable name and a function, not {service!r} and {handler!r}")
+        require_service(service)
+        require_callable("handler", handler)
         if service in self._services:
             raise InvalidArgumentError(f"service {service!r} is served already")
         self._services[service] = handler
@@ -499,7 +499,8 @@ class Engine(Core):
         :param topic: the topic, not empty.
         :param payload: the bytes of the message; `driver_limits` has the most for topic and payload together.
         :return: a `Transfer` that is done when the peer's queue holds the notification.
-        :raises InvalidArgumentError: if topic and payload are over the driver's limit, or `peer` is not a peer of this engine.
+        :raises InvalidArgumentError: if topic and payload are malformed or over the driver's limit, or `peer` is not a peer of
+            this engine.
         :raises DriverError: if no driver that is linked with the peer can send notifications.
         :raises PeerDownError: if the peer is down.
         :raises ClosedError: if the engine is closed.
@@ -516,7 +517,7 @@ class Engine(Core):
         :param limit: the most messages kept; further ones are dropped and counted.  A queue also holds at most 16 MiB, in which
             a message counts its bytes and 256 more.  Default: the engine's ``notification_limit``.
         :return: the subscription, an async iterator.
-        :raises InvalidArgumentError: if `topic` is empty or `limit` is less than 1.
+        :raises InvalidArgumentError: if `topic` is empty, or `limit` is not a number of at least 1.
         :raises ClosedError: if the engine is closed.
         """
         in_flight.must_be_open(self)
@@ -537,8 +538,7 @@ class Engine(Core):
         :raises ClosedError: if the engine is closed, before the call or meanwhile.
         """
         in_flight.must_be_open(self)
-        if not isinstance(nbytes, int) or not 0 <= nbytes < 1 << 62:
-            raise InvalidArgumentError(f"nbytes must be a number of bytes, not {nbytes!r}")
+        nbytes = number_of("bytes", "nbytes", nbytes, 0, 62)
         if (pause := in_flight.checkpoint(self)) is not None:
             await pause
         waiter = in_flight.wait_for_room(self, nbytes)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .._core import Core
 from ..errors import InvalidArgumentError
+from .arguments import number_of
 from .subscription_queue import BoundedQueue, SubscriptionQueue
 from .unclaimed import ROOM, UnclaimedNotifications, weigh
 
@@ -69,9 +70,8 @@ class Subscriptions:
         """
         if topic is not None and (not isinstance(topic, str) or not topic):
             raise InvalidArgumentError(f"topic must be a string that is not empty, or None for all; it is {topic!r}")
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise InvalidArgumentError(f"limit must be a number of messages of at least 1, not {limit!r}")
-        queue: BoundedQueue[Notification] = BoundedQueue(self._limit if limit is None else limit, ROOM)
+        most = self._limit if limit is None else number_of("messages", "limit", limit, 1, 62)
+        queue: BoundedQueue[Notification] = BoundedQueue(most, ROOM)
         self._queues.setdefault(topic, []).append(queue)
         self._takers.clear()
         for peer, name, payload in self._unclaimed.take(topic):

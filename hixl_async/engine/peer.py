@@ -355,7 +355,6 @@ class Peer:
         """Call `callback` on the loop whenever this peer may have stored a signal word into our memory.
 
         :param callback: a function without parameters.
-
         :raises InvalidArgumentError: if `callback` is not a function.
         """
         require_callable("callback", callback)
@@ -379,7 +378,6 @@ class Peer:
         If the peer is down already, the loop calls it soon.
 
         :param callback: a function of the error that says why the peer is down.
-
         :raises InvalidArgumentError: if `callback` is not a function.
         """
         require_callable("callback", callback)

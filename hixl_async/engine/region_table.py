@@ -14,6 +14,7 @@ from ..core.link import CAP_ALLOC, CAP_REGISTER, Driver
 from ..core.memory import LocalMemory, LocalSlice
 from ..errors import BusyError, DriverError, HixlError, InvalidArgumentError, RangeError
 from ..types import Access, AccessLike, PeerState
+from .arguments import number_of
 from .closing import Closing
 from .host import Host
 from .peers import Peers
@@ -59,8 +60,7 @@ class RegionTable:
     def allocate(self, name: str, size: int, access: AccessLike, grant: Callable[[Any], AccessLike] | None) -> Region:
         """Make a region of new memory; see `Engine.allocate`."""
         rights = self._check_new(name, access, grant)
-        if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < 1 << 62:
-            raise InvalidArgumentError(f"size must be a positive number of bytes, not {size!r}")
+        size = number_of("bytes", "size", size, 1, 62)
         region = Region(self, name, rights, grant)
         allocator = next((d for d in self._drivers.values() if d.capabilities & CAP_ALLOC), None)
         if allocator is None:

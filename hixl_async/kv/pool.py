@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.unpicklable import unpicklable
-from ..engine.arguments import positive_seconds
+from ..engine.arguments import positive_seconds, whole_number
 from ..engine.started import Started
 from ..errors import AccessError, BusyError, ClosedError, InvalidArgumentError, RangeError, TicketError
 from ..types import Access, AccessLike, PeerState
@@ -103,8 +103,8 @@ class Pool:
             raise InvalidArgumentError("a pool of so many blocks needs more memory than any machine has; use fewer")
         if not isinstance(name, str):
             raise InvalidArgumentError(f"name must be a string, not {name!r}")
-        if shuffle is not None and not isinstance(shuffle, int):
-            raise InvalidArgumentError(f"shuffle must be a whole number or None, not {shuffle!r}")
+        if shuffle is not None:
+            shuffle = whole_number("shuffle", shuffle)
         #: The engine that holds the memory.
         self.engine = engine
         #: The shape of the cache.

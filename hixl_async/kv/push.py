@@ -26,7 +26,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..types import Ready
-from .blocks import LayerBlocks, lease_of
+from .blocks import Blocks, LayerBlocks, lease_of
 from .context import PoolContext
 from .lease import Lease
 from .protocol import WORD, Abort, End, Open, Outcome, Ticket, Verdict, check_reason, service
@@ -217,17 +217,13 @@ class Producer:
                 raise ClosedError("the engine's event loop is closed") from error
 
     def _check_source(self, layer: int, source: LayerBlocks) -> Lease:
-        if not isinstance(source, LayerBlocks):
-            raise InvalidArgumentError(
-                f"source must be blocks[{layer}] of reserved blocks, not {type(source).__name__}"
-            )
+        if not isinstance(source, LayerBlocks) or not isinstance(source.blocks, Blocks):
+            raise InvalidArgumentError(f"source must be blocks[{layer}] of reserved blocks, not {source!r}")
         if source.layer != layer:
             raise InvalidArgumentError(f"layer {layer} was pushed from the blocks of layer {source.layer}")
         lease, ours = lease_of(source), self.context
         if lease.context is not ours:
-            raise InvalidArgumentError(
-                f"the source blocks belong to pool {lease.context.name!r}, the stream to pool {ours.name!r}"
-            )
+            raise InvalidArgumentError(f"the source blocks belong to pool {lease.context}, the stream to pool {ours}")
         if len(lease.ids) > len(self.ticket.blocks):
             raise RangeError(f"{len(lease.ids)} source blocks do not fit into the consumer's {len(self.ticket.blocks)}")
         return lease

@@ -32,7 +32,7 @@ def test_named_files_exist() -> None:
 async def test_options_of_the_shm_driver_are_those_in_the_table() -> None:
     with pytest.raises(InvalidArgumentError, match="no option nonsense; there are") as caught:
         await Engine(drivers={"shm": {"nonsense": 1}}).open()
-    known = set(str(caught.value).split("there are")[1].split())
+    known = set(str(caught.value).split("there are ")[1].split(", "))
     assert known == set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/shm.md").read_text(), re.MULTILINE))
 
 

@@ -19,6 +19,7 @@ import numpy
 import pytest
 
 from hixl_async import (
+    Access,
     AccessError,
     Address,
     Batch,
@@ -38,6 +39,8 @@ from hixl_async import (
 from hixl_async.testing import EnginePair, engine_pair, until
 
 HUGE = (1 << 64) - 1
+#: The wrong values of a parameter that is a number of at least 1.
+NO_NUMBERS: tuple[Any, ...] = (0, -1, 1 << 64, True, 1.5, "many", [])
 
 
 class World:
@@ -46,6 +49,7 @@ class World:
     def __init__(self, pair: EnginePair, local: Region, region: Region, remote: RemoteRegion) -> None:
         self.pair, self.left = pair, pair.left
         self.local, self.region, self.remote = local, region, remote
+        self.peer = pair.peer
         memoryview(local)[:] = b"L" * 100
         memoryview(region)[:] = b"R" * 100
         self.before = self.left.stats()
@@ -423,10 +427,56 @@ async def test_region_names(world: World, name: Any) -> None:
         world.left.register(name, bytearray(10))
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, "10", None, True, 1 << 62, 1 << 64])
+@pytest.mark.parametrize("size", [*NO_NUMBERS, None, 1 << 62])
 async def test_region_sizes(world: World, size: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="size"):
         world.left.allocate("new", size)
+
+
+@pytest.mark.parametrize("nbytes", [*NO_NUMBERS[1:], None, 1 << 62])
+async def test_room_for_what_is_no_number_of_bytes(world: World, nbytes: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="nbytes must be a .*, not "):
+        await world.left.room(nbytes)
+
+
+@pytest.mark.parametrize("limit", NO_NUMBERS)
+async def test_limits_of_subscriptions(world: World, limit: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="limit must be a .*, not "):
+        world.left.notifications("topic", limit=limit)
+
+
+async def test_numbers_that_python_refuses_to_print(world: World) -> None:
+    for call in (
+        lambda: world.left.allocate("new", 1 << 20000),
+        lambda: world.left.notifications(limit=-1 << 20000),
+        lambda: world.left.room(1 << 20000).send(None),
+        lambda: Engine(max_bytes_in_flight=1 << 20000),
+    ):
+        with pytest.raises(InvalidArgumentError, match="must be a number of .*, not one of many more digits"):
+            call()
+
+
+async def test_flags_are_no_numbers(world: World) -> None:
+    batch = Batch("write", world.local, world.remote)
+    transfer = world.left.write(b"L" * 100, world.remote)
+    for call in (
+        lambda: world.left.write(world.local, world.remote, timeout=True),
+        lambda: world.left.write(world.local, world.remote, signal=(world.remote[0:8], True)),
+        lambda: batch.shifted(True),
+        lambda: batch.shifted(remote=False),
+        lambda: transfer.at_least(True).send(None),
+        lambda: world.peer.limit_bandwidth(True),
+    ):
+        with pytest.raises(InvalidArgumentError, match="(True|False)"):
+            call()
+    memoryview(world.region)[:] = b"R" * 100
+    world.before = world.left.stats()
+
+
+def test_other_rights_do_not_exist() -> None:
+    for value in (4, 7, 8):
+        with pytest.raises(ValueError, match="invalid value"):
+            Access(value)
 
 
 @pytest.mark.parametrize("access", ["", "rw", "all", 3, None, [], "READ"])
@@ -463,17 +513,19 @@ async def test_grants(world: World) -> None:
         {"drivers": []}, {"drivers": {}}, {"drivers": "shm"}, {"drivers": [7]}, {"drivers": [[]]}, {"drivers": {"shm": None}},
         {"drivers": {7: {}}}, {"drivers": {"shm": ["threads"]}}, {"drivers": 5}, {"drivers": 0}, {"drivers": 1.5},
         {"drivers": True}, {"drivers": ...}, {"drivers": b"shm"}, {"drivers": int},
-        {"unix_dir": 7},
+        {"unix_dir": 7}, {"unix_dir": "/tmp/\0"}, {"unix_dir": "/tmp/\ud800"},
+        {"secret": "half a pair: \ud800"}, {"address": Address("127.0.0.1", 70000)}, {"address": Address("127.0.0.1", True)},
         {"stall": 0}, {"stall": -1}, {"stall": float("nan")}, {"stall": "10"}, {"stall": None},
         {"connect_timeout": 0}, {"close_timeout": float("inf")},
-        {"notification_limit": 0}, {"notification_limit": "many"}, {"notification_limit": 1.5},
+        *({name: wrong} for name in ("notification_limit", "notify_batch_size", "max_bytes_in_flight") for wrong in NO_NUMBERS),
     ],
     ids=repr,
 )  # fmt: skip
 def test_settings(settings: dict[str, Any]) -> None:
     name = next(iter(settings))
-    with pytest.raises(InvalidArgumentError, match=name):
+    with pytest.raises(InvalidArgumentError, match=name) as caught:
         Engine(**settings)
+    assert "half a pair" not in str(caught.value), "a secret is not shown"
     with pytest.raises(HixlError):
         EngineConfig.build(**{"address": None, **settings})
 
@@ -505,7 +557,8 @@ def test_drivers_of_a_config_that_are_not_a_mapping(drivers: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"threads": "many"}, "threads"), ({"colour": "red"}, "colour"), ({"ring_bytes": 5000}, "ring_bytes"),
+        ({"threads": "many"}, "threads"), ({"colour": "red"}, "no option colour; there are threads, inline_bytes, .*, nowait$"),
+         ({"ring_bytes": 5000}, "ring_bytes"),
         ({str(i): 1 for i in range(65)}, "64 options"),
         ({"threads": None}, "'threads' must be text, a number, a path, or a mapping or list of these, not None"),
         ({"threads": b"2"}, "'threads'"), ({"threads": 2j}, "'threads'"), ({"threads": "2\0"}, "'threads'"),

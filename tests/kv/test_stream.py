@@ -196,9 +196,12 @@ async def test_wrong_pushes(pair: Pair) -> None:
                     await end.abort(None)
             with pytest.raises(InvalidArgumentError, match="from the blocks of layer 2"):
                 out.push(1, source[2])
-            with pytest.raises(InvalidArgumentError, match="must be blocks"):
-                out.push(1, [1, 2])  # type: ignore[arg-type]
-            with pytest.raises(InvalidArgumentError, match="belong to pool 'kv'"):
+            for wrong in ([1, 2], None, LayerBlocks("x", 1), LayerBlocks(None, 1)):  # type: ignore[arg-type]
+                with pytest.raises(InvalidArgumentError, match=r"source must be blocks\[1\] of reserved blocks, not "):
+                    out.push(1, wrong)  # type: ignore[arg-type]
+            with pytest.raises(
+                InvalidArgumentError, match="belong to pool 'kv' of engine 'd', the stream to pool '.*' of engine 'p'"
+            ):
                 out.push(1, blocks[1])
             with pytest.raises(InvalidArgumentError, match="ready must be"):
                 out.push(1, source[1], ready=3)  # type: ignore[arg-type]
