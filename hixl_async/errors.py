@@ -19,6 +19,7 @@ The class of an error tells what happened to the memory of transfers: there are 
     │   │   ├── AuthenticationError       one side could not prove itself to the other
     │   │   ├── HandshakeError            the other side is no engine, or one of another version
     │   │   ├── AddressInUseError         another program listens on the engine's address
+    │   │   ├── UnknownHostError          the name service has no entry for the host of an address
     │   │   └── NoRouteError              no driver that both sides have reaches the peer's memory
     │   ├── ProtocolError                 a message on a standing connection is malformed
     │   ├── PeerDownError                 (ConnectionError) the peer is down; it was before the call, or while the caller waited
@@ -72,6 +73,7 @@ __all__ = [
     "TicketError",
     "TransferError",
     "TransferTimeoutError",
+    "UnknownHostError",
     "UsageError",
     "WaitTimeoutError",
     "WrongLoopError",
@@ -205,6 +207,13 @@ class AddressInUseError(ConnectError):
     """Another program listens on the engine's address."""
 
     code = "address-in-use"
+
+
+class UnknownHostError(ConnectError):
+    """The host of an address has no entry in the name service."""
+
+    code = "unknown-host"
+    retryable = False
 
 
 class NoRouteError(ConnectError):

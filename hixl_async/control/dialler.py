@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import socket
 
 from ..errors import (
     BusyError,
@@ -27,8 +28,8 @@ from .scheduler import FairScheduler
 
 __all__ = ["dial"]
 
-# Bounds of the pause before a listener that is busy is dialled again, in seconds.
-_BUSY_RETRY = (0.05, 0.2)
+# Bounds of the pause before the next attempt, in seconds, where a listener is busy or the name service has failed for now.
+_RETRY = (0.05, 0.2)
 
 
 async def dial(
@@ -53,26 +54,28 @@ async def dial(
     :raises HandshakeError: if the other side is not an engine, or has no protocol version in common with this one.
     :raises ConnectError: if no engine listens there, its Unix socket cannot be connected, the system is out of descriptors,
         the other side has too many connections, or the timeout passed.
+    :raises UnknownHostError: if the name service has no entry for the host of `address`.
     :raises InvalidArgumentError: if an argument is malformed, or the address is our own.
     """
     if problem := identity.problem():
         raise InvalidArgumentError(problem)
     attempt = _Attempt(address, identity, Secret(secret), unix_dir)
-    busy: BusyError | None = None
+    obstacle = ""
     try:
         async with asyncio.timeout_at(asyncio.get_running_loop().time() + timeout if until is None else until):
             while True:
                 try:
                     established = await attempt.run()
                     break
-                except BusyError as error:
+                except (BusyError, ConnectError) as error:
+                    if isinstance(error, ConnectError) and error.native != socket.EAI_AGAIN:
+                        raise
                     attempt.close()
-                    busy = error
-                    await asyncio.sleep(random.uniform(*_BUSY_RETRY))
+                    obstacle = f"it is busy: {error}" if isinstance(error, BusyError) else str(error)
+                    await asyncio.sleep(random.uniform(*_RETRY))
         return attempt.connection(established, FairScheduler() if scheduler is None else scheduler)
     except TimeoutError:
-        why = attempt.step if busy is None else f"it is busy: {busy}"
-        raise ConnectError(f"{address} did not answer within {timeout:g} s ({why})") from None
+        raise ConnectError(f"{address} did not answer within {timeout:g} s ({obstacle or attempt.step})") from None
     except PeerDownError as error:
         raise ConnectError(
             f"{address} broke off the handshake ({attempt.step}): {error}", native=error.native

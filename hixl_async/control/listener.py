@@ -262,7 +262,7 @@ class Listener:
             self._rendezvous = Rendezvous(unix_dir, other_users=bool(self._secret))
         except OSError as error:
             raise ConnectError(f"cannot create a Unix socket: {error.strerror}", native=error.errno) from None
-        self.address = Address(address.host or "127.0.0.1", self._tcp.getsockname()[1])
+        self.address = Address(address.host, self._tcp.getsockname()[1])
         for sock, perform, kind in (
             (self._tcp, self._reply_tcp, TcpChannel),
             (self._rendezvous.sock, self._join_unix, UnixChannel),

@@ -8,7 +8,7 @@ import os
 import socket
 from typing import Any, NamedTuple, TypeAlias, overload
 
-from ..errors import ConnectError, InvalidArgumentError, ProtocolError
+from ..errors import ConnectError, InvalidArgumentError, ProtocolError, UnknownHostError
 from ..types import Address
 from .channel import Channel, close_descriptors
 from .rendezvous import RendezvousName
@@ -19,6 +19,10 @@ __all__ = ["connect_tcp", "connect_unix", "receive", "resolve", "send", "tcp_pat
 # Seconds before the next try.  A Unix socket whose queue is full refuses at once and never reports room (unix_stream_connect
 # in net/unix/af_unix.c), so that only polling is possible.
 _FULL_QUEUE_RETRY = 0.005
+
+_LOOK_UP: dict[str, Any] = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}
+#: The codes by which the name service says that another attempt would find no more.
+_NO_SUCH_HOST = (socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
 
 SocketAddress: TypeAlias = tuple[Any, ...]
 
@@ -33,25 +37,34 @@ class Target(NamedTuple):
 async def resolve(address: Address) -> list[Target]:
     """Look up the host of `address`.
 
-    :raises InvalidArgumentError: if the host is unknown.
+    :raises InvalidArgumentError: if the host cannot be a name.
+    :raises UnknownHostError: if the name service has no entry for it.
+    :raises ConnectError: if the name service fails, with its code in `native`.
     """
-    host = address.host or "127.0.0.1"
-    options = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}
     try:
         try:  # without a thread where there is nothing to look up
-            found = socket.getaddrinfo(host, address.port, flags=socket.AI_NUMERICHOST, **options)
+            found = socket.getaddrinfo(*address, flags=socket.AI_NUMERICHOST, **_LOOK_UP)
         except socket.gaierror:
-            found = await asyncio.get_running_loop().getaddrinfo(host, address.port, **options)
-    except (OSError, UnicodeError) as error:
-        raise InvalidArgumentError(f"the host of address {address} cannot be found: {error}") from None
+            found = await _look_up(address)
+    except UnicodeError as error:
+        raise InvalidArgumentError(f"the host of address {address} cannot be found: it is no name: {error}") from None
+    except OSError as error:
+        kind = UnknownHostError if error.errno in _NO_SUCH_HOST else ConnectError
+        reason = error.strerror or error
+        raise kind(f"the host of address {address} cannot be found: {reason}", native=error.errno) from None
     return [Target(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+async def _look_up(address: Address) -> Any:
+    return await asyncio.get_running_loop().getaddrinfo(*address, **_LOOK_UP)
 
 
 async def connect_tcp(address: Address) -> socket.socket:
     """Connect to the first target that answers.
 
-    :raises ConnectError: if none does.
-    :raises InvalidArgumentError: if the host of `address` is unknown, or its port is 0.
+    :raises ConnectError: if none does, or the name service fails.
+    :raises UnknownHostError: if the name service has no entry for the host of `address`.
+    :raises InvalidArgumentError: if the host of `address` cannot be a name, or its port is 0.
     """
     if not address.port:
         raise InvalidArgumentError(f"address {address} has port 0, which no engine can listen on")

@@ -159,6 +159,8 @@ class Engine(Core):
         :return: the engine itself.
         :raises DriverError: if a driver cannot be loaded, opened or started.
         :raises AddressInUseError: if another program listens on the address.
+        :raises UnknownHostError: if the name service has no entry for the host of the address.
+        :raises ConnectError: if the engine cannot listen for another reason.
         :raises ClosedError: if the engine was opened before.
         """
         if self.loop is not None:
@@ -440,6 +442,7 @@ class Engine(Core):
         :raises AuthenticationError: if the secrets, domains or users do not match.
         :raises HandshakeError: if the program that listens there is not an engine, or one of another version.
         :raises NoRouteError: if no driver that both sides have reaches the peer.
+        :raises UnknownHostError: if the name service has no entry for the host of `address`.
         :raises InvalidArgumentError: if `address` is malformed or this engine's own.
         :raises ClosedError: if this engine is closed, before the call or meanwhile.
         """

@@ -28,7 +28,7 @@ from hixl_async.control import (
 )
 from hixl_async.control import dialler as dialler_module
 from hixl_async.control import listener as listener_module
-from hixl_async.engine.config import parse_address
+from hixl_async.engine.config import EngineConfig, parse_address
 from hixl_async.errors import (
     AddressInUseError,
     AuthenticationError,
@@ -38,6 +38,7 @@ from hixl_async.errors import (
     InvalidArgumentError,
     PeerDownError,
     ProtocolError,
+    UnknownHostError,
 )
 from hixl_async.types import Address
 
@@ -267,10 +268,55 @@ class TestNoAnswer:
                 await dial(address, identity())
             assert caught.value.retryable
 
-    @pytest.mark.parametrize("address", [Address("127.0.0.1", 0), Address("no such host.invalid", 1)])
-    async def test_an_impossible_address(self, address: Address) -> None:
-        with pytest.raises(InvalidArgumentError, match=str(address)):
+    @pytest.mark.parametrize(
+        ("address", "kind"),
+        [
+            (Address("127.0.0.1", 0), InvalidArgumentError),
+            (Address("a..b", 1), InvalidArgumentError),
+            (Address("no such host.invalid", 1), UnknownHostError),
+        ],
+    )
+    async def test_an_impossible_address(self, address: Address, kind: type[HixlError]) -> None:
+        with pytest.raises(kind, match=str(address)) as caught:
             await dial(address, identity())
+        assert not caught.value.retryable
+
+    @pytest.mark.parametrize(
+        ("codes", "kind"),
+        [
+            ([socket.EAI_NONAME], UnknownHostError),
+            ([socket.EAI_NODATA], UnknownHostError),
+            ([socket.EAI_FAIL], ConnectError),
+            ([socket.EAI_AGAIN, socket.EAI_AGAIN, socket.EAI_NONAME], UnknownHostError),
+        ],
+    )
+    async def test_a_name_service_that_fails(
+        self, monkeypatch: pytest.MonkeyPatch, codes: list[int], kind: type[ConnectError]
+    ) -> None:
+        """It is asked again where it may answer later; only where there is no such host is another call in vain."""
+        answers = iter(codes)
+
+        async def fail(address: Address) -> Any:
+            raise socket.gaierror(next(answers), "no answer")
+
+        monkeypatch.setattr(socket_io, "_look_up", fail)
+        monkeypatch.setattr(dialler_module, "_RETRY", (0, 0))
+        with pytest.raises(ConnectError, match="the host of address somewhere:1 cannot be found: no answer") as caught:
+            await dial(Address("somewhere", 1), identity())
+        assert type(caught.value) is kind
+        assert (caught.value.retryable, caught.value.native) == (kind is ConnectError, codes[-1])
+        assert next(answers, None) is None
+
+    async def test_a_name_service_that_fails_for_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def fail(address: Address) -> Any:
+            raise socket.gaierror(socket.EAI_AGAIN, "try again")
+
+        monkeypatch.setattr(socket_io, "_look_up", fail)
+        with pytest.raises(
+            ConnectError, match=r"not answer within 0.01 s \(the host .* cannot be found: try again\)"
+        ) as caught:
+            await dial(Address("somewhere", 1), identity(), timeout=0.01)
+        assert type(caught.value) is ConnectError
 
     async def test_a_listener_that_does_not_accept(self) -> None:
         with socket.socket() as deaf:
@@ -454,12 +500,41 @@ class TestAddress:
         with pytest.raises(InvalidArgumentError, match=rf"write \[{re.escape(text)}\]:PORT"):
             parse_address(text)
 
+    def test_of_version_6_with_a_port_needs_brackets(self) -> None:
+        with pytest.raises(InvalidArgumentError, match=r"or \[::1\]:5000 if 5000 is the port$"):
+            parse_address("::1:5000")
+
     @pytest.mark.parametrize(
-        "text", ["[::1]", "[::1:5000", "::1]:5000", "host", "host:", "host:65536", "host:-1", "", None, 7]
+        "value",
+        [
+            *(
+                "[::1]",
+                "[::1:5000",
+                "::1]:5000",
+                "host",
+                "host:",
+                "host:65536",
+                "host:-1",
+                "",
+                "\0:5",
+                "\ud800:5",
+                "h:1" * 9,
+            ),
+            *("host:" + "9" * 5000, None, 7, b"host:1", ("host", 1)),
+            *(Address("h", -1), Address("h", 70000), Address("h", True), Address("h", 5.5), Address("h", "5")),  # type: ignore[arg-type]
+            *(Address("", 5), Address(None, 5), Address(5, 5), Address("\0", 5), Address("\ud800", 5)),  # type: ignore[arg-type]
+        ],
+        ids=lambda value: ascii(value)[:20],
     )
-    def test_of_other_forms_is_refused(self, text: Any) -> None:
-        with pytest.raises(InvalidArgumentError, match="must look like 'host:port'"):
-            parse_address(text)
+    def test_of_other_forms_is_refused(self, value: Any) -> None:
+        message = "must look like 'host:port' with a port in 0..65535, not|needs brackets"
+        with pytest.raises(ValueError, match=message):
+            Address.parse(value)
+        with pytest.raises(InvalidArgumentError, match=message):
+            parse_address(value)
+        if isinstance(value, Address):
+            with pytest.raises(InvalidArgumentError, match=message):
+                EngineConfig(address=value, name="engine")
 
 
 class TestListen:
@@ -516,7 +591,7 @@ class TestListen:
             await listen()
 
     async def test_on_a_name_that_is_unknown(self, listen: HostFactory) -> None:
-        with pytest.raises(InvalidArgumentError, match="cannot be found"):
+        with pytest.raises(UnknownHostError, match="cannot be found"):
             await listen(Address("no such host.invalid", 0), secret=SECRET)
 
     async def test_in_a_directory_that_does_not_exist(self, listen: HostFactory, tmp_path: Path) -> None:

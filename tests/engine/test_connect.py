@@ -24,6 +24,7 @@ from hixl_async import (
     PeerDownError,
     PeerState,
     StaleRegionError,
+    UnknownHostError,
 )
 from hixl_async.control import codec
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, until
@@ -114,8 +115,9 @@ async def test_malformed_timeouts(engine: Engine, timeout: Any) -> None:
 
 
 async def test_a_host_that_does_not_exist(engine: Engine) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"no-such-host\.invalid"):
-        await engine.connect("no-such-host.invalid:1")
+    with pytest.raises(UnknownHostError, match=r"no such host\.invalid:1 cannot be found") as caught:
+        await engine.connect("no such host.invalid:1")
+    assert not caught.value.retryable
 
 
 async def test_no_listener(engine: Engine) -> None:
