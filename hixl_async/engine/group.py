@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from ..core.in_flight import settled
+from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
 from ..errors import ClosedError
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Group"]
 
 
-class Group:
+class Group(Sealed, maker="engine.group()"):
     """A group of transfers that end together.
 
     Leaving ``async with engine.group() as group:`` waits until all of them are drained.  The first failure cancels the

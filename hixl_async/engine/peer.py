@@ -21,6 +21,7 @@ from typing import Any
 from ..control import Connection, Identity, Incoming
 from ..core.link import Driver, Link
 from ..core.memory import link_of
+from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
 from ..errors import ClosedError, HixlError, InvalidArgumentError, PeerDownError, ProtocolError
 from ..types import Access, Address, PeerState
@@ -51,7 +52,7 @@ CARRIERS = ("link", "region.metadata")
 Routes = dict[str, Callable[[Incoming], None]]
 
 
-class Peer:
+class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
     """Another engine that this one is connected to; returned by ``engine.connect`` and ``engine.accepted``.
 
     :param cookie: the number by which drivers know the peer.

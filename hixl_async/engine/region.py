@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..core.memory import LocalMemory, RemoteMemory, link_of
+from ..core.sealed import Sealed
 from ..errors import BufferTypeError, ClosedError, DriverError, InvalidArgumentError
 from ..types import Access, AccessLike
 from .closing import Closing
@@ -43,7 +44,7 @@ class RegionOwner(Protocol):
         """Revoke the region, and wait a while for its users."""
 
 
-class Region(LocalMemory):
+class Region(Sealed, LocalMemory, maker="engine.allocate() and engine.register()"):
     """Memory of this process under a name, which peers may read or write as far as its access allows.
 
     Slice it to name a range of bytes: ``region[0:4096]``.  It offers the buffer protocol: ``memoryview(region)``,
@@ -171,7 +172,7 @@ class Region(LocalMemory):
         await self.aclose()
 
 
-class RemoteRegion(RemoteMemory):
+class RemoteRegion(Sealed, RemoteMemory, maker="peer.region()"):
     """A peer's region, usable from here; slice it to name a range of bytes."""
 
     def __init__(self, name: str, access: Access) -> None:

@@ -8,6 +8,7 @@ from typing import Generic, Self, TypeVar
 
 from .._core import Core
 from ..core import in_flight
+from ..core.sealed import Sealed
 from ..core.transfer import Transfer, wake
 from ..core.unpicklable import unpicklable
 from ..errors import ClosedError
@@ -77,7 +78,7 @@ class BoundedQueue(Generic[T]):
             wake(self.waiter)
 
 
-class SubscriptionQueue(Generic[T]):
+class SubscriptionQueue(Sealed, Generic[T], maker="engine.notifications() and engine.accepted()"):
     """An async iterator over the items that arrive after it was made.
 
     It ends when it is closed, when the engine closes, or when the last reference to it is dropped.

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
 from ..engine.arguments import positive_seconds, whole_number
 from ..engine.started import Started, already_over
@@ -33,7 +34,7 @@ class LayerBlocks(NamedTuple):
     layer: int
 
 
-class Blocks:
+class Blocks(Sealed, maker="pool.reserve()"):
     """Reserved blocks of a pool, made by ``pool.reserve()``; an async context manager.
 
     As a target, the producer needs their `ticket`, and `stream` reports the layers that have landed.  As a source, ``push``
@@ -168,7 +169,7 @@ def lease_of(source: LayerBlocks) -> Lease:
     return source.blocks._lease
 
 
-class Reservation(Awaitable[Blocks]):
+class Reservation(Sealed, Awaitable[Blocks], maker="pool.reserve()"):
     """A request for blocks, made by ``pool.reserve()``: await it for the `Blocks`, or enter it with ``async with``."""
 
     __slots__ = ("_blocks", "_entered", "_reserve")

@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
 from ..engine.arguments import whole_number
 from ..engine.started import Started
@@ -44,7 +45,7 @@ __all__ = ["Producer", "PushStream"]
 END = "end"
 
 
-class PushStream:
+class PushStream(Sealed, maker="pool.open_stream()"):
     """A stream of one request's layers into the consumer's blocks, made by ``pool.open_stream()``.
 
     Enter it as an async context manager, or await it to get the opened stream.  `push` is legal from any thread; everything

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
 from ..engine.arguments import whole_number
 from ..engine.started import Started
@@ -25,7 +26,7 @@ __all__ = ["Consumer", "LayerStream"]
 ANY_LAYER, OUTCOME, FENCE, END = "any layer", "outcome", "fence", "end"
 
 
-class LayerStream:
+class LayerStream(Sealed, maker="blocks.stream()"):
     """The layers that a producer pushes into some reserved blocks, made by ``blocks.stream()``.
 
     Iterate it, or wait for single layers.  Any number of tasks may wait; all see the same landings and the same outcome,

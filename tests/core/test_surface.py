@@ -249,7 +249,7 @@ def test_ports_crash_nothing() -> None:
     """Every function of the core, called with nonsense and with empty objects."""
     assert "survived" in alone("""
 def empty(kind): return kind.__new__(kind)
-empties = [empty(hx.Engine), empty(hx.Region), empty(hx.RemoteRegion), empty(_core.Core), hx.Engine()]
+empties = [empty(hx.Engine), empty(memory.LocalMemory), empty(memory.RemoteMemory), empty(_core.Core), hx.Engine()]
 ports = [
     function
     for module in (_core, batch, device_copies, in_flight, link, memory, transfer)

@@ -25,16 +25,22 @@ from hixl_async import (
     Batch,
     BufferTypeError,
     ClosedError,
+    Coalescer,
     Engine,
     EngineConfig,
+    Group,
     HixlError,
     InvalidArgumentError,
+    Peer,
     PeerDownError,
     RangeError,
     Region,
     RemoteRegion,
     StaleRegionError,
+    Subscription,
+    SubscriptionQueue,
     UsageError,
+    kv,
 )
 from hixl_async.testing import EnginePair, engine_pair, until
 
@@ -498,6 +504,52 @@ async def test_a_name_twice(world: World) -> None:
 async def test_grants(world: World) -> None:
     with pytest.raises(InvalidArgumentError, match="grant"):
         world.left.allocate("new", 10, grant="read")  # type: ignore[arg-type]
+
+
+# -- messages
+
+
+async def test_what_messages_say(world: World) -> None:
+    """They name the argument, show the value, and are whole sentences."""
+    left, local, remote = world.left, world.local, world.remote
+    for call, message in (
+        (lambda: left.notify(world.peer, 5), "topic must be a string and payload bytes, not 5 and b''"),
+        (lambda: left.notify(world.peer, "topic", "text"), "topic must be .* bytes, not 'topic' and 'text'"),
+        (lambda: left.write(local, remote, notify=5), "notify must be .*, not 5$"),
+        (lambda: left.write(local, remote, signal=5), r"signal must be .* value in 0\.\.2\*\*64-1\), not 5$"),
+        (
+            lambda: left.write(local, remote, signal=(7, 5)),
+            "signal's range must be 8 aligned bytes of a remote region, not 7$",
+        ),
+        (
+            lambda: left.read(b"x" * 100, remote),
+            "local bytes cannot be used: [^.;]*; it must be contiguous and writable",
+        ),
+        (lambda: Batch("write", local, remote, [(0, 0, 1), (0, 0, -1)]), r"rows must be .*, not \(0, 0, -1\)$"),
+        (lambda: Batch("write", local, remote, 7), "rows must be .*, not 7$"),
+        (lambda: Batch("write", [(1, 2, 3, 4)]), r"parts must be .*, not \[\(1, 2, 3, 4\)\]$"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            call()
+
+
+# -- objects that only the package makes
+
+
+@pytest.mark.parametrize(
+    ("kind", "maker"),
+    [
+        (Region, r"engine\.allocate"), (RemoteRegion, r"peer\.region"), (Peer, r"engine\.connect"), (Group, r"engine\.group"),
+        (Coalescer, r"engine\.coalesce"), (Subscription, r"engine\.notifications"), (SubscriptionQueue, r"engine\.accepted"),
+        (kv.Blocks, r"pool\.reserve"), (kv.Reservation, r"pool\.reserve"), (kv.PushStream, r"pool\.open_stream"),
+        (kv.LayerStream, r"blocks\.stream"),
+    ],
+)  # fmt: skip
+def test_objects_without_their_parts(kind: Any, maker: str) -> None:
+    """Nor is there a half-made one, whose finalizer would fail."""
+    for make in (kind, lambda: kind.__new__(kind)):
+        with pytest.raises(TypeError, match=f"^{kind.__name__} objects are made by .*{maker}"):
+            make()
 
 
 # -- settings
