@@ -94,10 +94,11 @@ cdef class InFlightTable(CoreBase):
             raise errors.EngineForkedError(
                 "this engine was opened before fork(); open one in each process, for example in the worker's start-up hook"
             )
-        if self.is_closed:
+        on_thread = PyThread_get_thread_ident() == self.thread
+        if self.is_closed and (on_thread or self.finished):
             raise errors.ClosedError("the engine is closed" if self.event_loop is not None else
                                      "the engine is not open; use 'async with Engine(...)' or await engine.open()")
-        if PyThread_get_thread_ident() == self.thread and _get_running_loop() is None:
+        if on_thread and _get_running_loop() is None:
             raise errors.WrongLoopError(
                 "an engine belongs to the event loop in which it was opened, and that loop is not running: make the call "
                 "inside a coroutine that it runs, for example by runner.run(...) or loop.run_until_complete(...)"
@@ -592,6 +593,19 @@ def must_be_open(InFlightTable core not None):
     core._check()
 
 
+def must_be_on_thread(InFlightTable core not None):
+    """Raise an error on another thread than the loop's, in another running loop, and in a child of fork().
+
+    The loop need not run.  An engine that has ended, or was never opened, holds nothing that such a call could harm.
+    """
+    if core.finished:
+        return
+    core._must_be_on_thread()
+    running = _get_running_loop()
+    if running is not None and running is not core.event_loop:
+        core._refuse()
+
+
 def refuse(InFlightTable core not None):
     """Raise the reason why a call cannot be served: forked, closed, or another loop."""
     core._refuse()
@@ -616,6 +630,7 @@ def new_waiter(InFlightTable core not None):
 def checkpoint(InFlightTable core not None):
     """Return an awaitable with which a task that need not wait yields to others (C8), or None if it need not yield."""
     cdef Transfer pause
+    core._must_be_on_thread()
     core._spend(1)
     if core.budget > 0:
         return None

@@ -180,9 +180,11 @@ cdef class Transfer:
         :param fn: the callback; it gets this transfer.
         :param context: the context to run `fn` in; default: a copy of the current one.
         :raises TypeError: if `fn` is not callable.
+        :raises WrongLoopError: on another thread than the loop's.
         """
         if not callable(fn):
             raise TypeError(f"a callback must be callable, not {fn!r}")
+        self.core._must_be_on_thread()
         if context is None:
             context = PyContext_CopyCurrent()
         if self.outcome != ACTIVE:
@@ -199,8 +201,10 @@ cdef class Transfer:
 
         :param fn: the callback that was registered.
         :return: the number of registrations removed.
+        :raises WrongLoopError: on another thread than the loop's.
         """
         cdef int removed = 0
+        self.core._must_be_on_thread()
         if self.callback is not None and self.callback == fn:
             self.callback = self.context = None
             removed = 1

@@ -6,7 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..core.batch import Batch, link_of
-from ..core.in_flight import must_be_open, settled
+from ..core.in_flight import must_be_on_thread, must_be_open, settled
+from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
 from ..errors import ClosedError, HixlError
 
@@ -27,7 +28,7 @@ class _Copy(NamedTuple):
     landed: asyncio.Future[int]
 
 
-class Coalescer:
+class Coalescer(Sealed, maker="engine.coalesce()"):
     """A collector of small reads and writes, which are submitted as one batch per peer and pass of the loop.
 
     Use it where a transfer of any size costs more than a few microseconds: over a network, or between devices.  Over shared
@@ -89,7 +90,11 @@ class Coalescer:
         return copies[-1].landed
 
     def flush(self) -> None:
-        """Submit the collected copies now instead of at the end of the loop's pass."""
+        """Submit the collected copies now instead of at the end of the loop's pass.
+
+        :raises WrongLoopError: if called outside of the engine's event loop.
+        """
+        must_be_on_thread(self._core)
         while self._collected:
             (verb, _), copies = self._collected.popitem()
             self._send(verb, copies)

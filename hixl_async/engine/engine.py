@@ -218,6 +218,8 @@ class Engine(Core):
         :return: an awaitable; cancelling it does not stop the closing, so that no engine is left half closed.
         :raises WrongLoopError: if called in another event loop than that in which the engine was opened.
         """
+        if not self.forked:
+            in_flight.must_be_on_thread(self)
         return Closing(self, self._begin_to_close)
 
     def _begin_to_close(self) -> asyncio.Task[None] | None:
@@ -307,7 +309,9 @@ class Engine(Core):
 
         :param callback: a function without parameters.
         :raises InvalidArgumentError: if `callback` is not a function.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
+        in_flight.must_be_on_thread(self)
         require_callable("callback", callback)
         self._close_callbacks.append(callback)
 
@@ -315,7 +319,9 @@ class Engine(Core):
         """Undo `add_close_callback`; no error if `callback` was not registered.
 
         :param callback: the function that `add_close_callback` was given.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
+        in_flight.must_be_on_thread(self)
         with contextlib.suppress(ValueError):
             self._close_callbacks.remove(callback)
 
@@ -490,7 +496,11 @@ class Engine(Core):
         """Undo `serve`; no error if there is no such service.
 
         :param service: the name of the service.
+        :raises InvalidArgumentError: if `service` cannot be the name of one.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
+        in_flight.must_be_on_thread(self)
+        require_service(service)
         self._services.pop(service, None)
 
     # -- notifications

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from ..control import Connection, Identity, Incoming
+from ..core import in_flight
 from ..core.link import Driver, Link
 from ..core.memory import link_of
 from ..core.sealed import Sealed
@@ -357,7 +358,9 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
 
         :param callback: a function without parameters.
         :raises InvalidArgumentError: if `callback` is not a function.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
+        in_flight.must_be_on_thread(self._host.core)
         require_callable("callback", callback)
         self._signal_callbacks.append(callback)
 
@@ -365,7 +368,9 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         """Undo `add_signal_callback`; no error if `callback` was not registered.
 
         :param callback: the function that was registered.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
+        in_flight.must_be_on_thread(self._host.core)
         with contextlib.suppress(ValueError):
             self._signal_callbacks.remove(callback)
 
@@ -380,7 +385,9 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
 
         :param callback: a function of the error that says why the peer is down.
         :raises InvalidArgumentError: if `callback` is not a function.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
+        in_flight.must_be_on_thread(self._host.core)
         require_callable("callback", callback)
         self._lost_callbacks.append(callback)
         if self.error is not None:
@@ -390,7 +397,9 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         """Undo `add_lost_callback`; no error if `callback` was not registered.
 
         :param callback: the function that was registered.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
+        in_flight.must_be_on_thread(self._host.core)
         with contextlib.suppress(ValueError):
             self._lost_callbacks.remove(callback)
 
@@ -524,6 +533,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         :return: an awaitable; cancelling it only ends the wait.
         :raises WrongLoopError: if called in another event loop than that of the engine.
         """
+        in_flight.must_be_on_thread(self._host.core)
         return Closing(self, self._close)
 
     def _close(self) -> asyncio.Task[None]:

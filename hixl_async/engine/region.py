@@ -37,6 +37,9 @@ def parse_access(value: AccessLike) -> Access:
 class RegionOwner(Protocol):
     """The interface of an engine to its regions."""
 
+    def must_be_here(self) -> None:
+        """Return if the caller is in the engine's event loop, and raise the error otherwise."""
+
     def revoke(self, region: Region) -> None:
         """Refuse new work with the region, and free its name."""
 
@@ -106,7 +109,9 @@ class Region(Sealed, LocalMemory, maker="engine.allocate() and engine.register()
 
         :raises DriverError: if a driver's transport cannot register the memory, so that the driver cannot use it.
         :raises ClosedError: if the engine is closed meanwhile.
+        :raises WrongLoopError: if called in another event loop than that of the engine.
         """
+        self._owner.must_be_here()
         for registration in self._registrations.values():
             await asyncio.wait([registration])
             if registration.cancelled():

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import _core
 from .._core import Core
-from ..core import memory
+from ..core import in_flight, memory
 from ..core.link import CAP_ALLOC, CAP_REGISTER, Driver
 from ..core.memory import LocalMemory, LocalSlice
 from ..errors import BusyError, DriverError, HixlError, InvalidArgumentError, RangeError
@@ -159,6 +159,10 @@ class RegionTable:
 
     # -- withdrawing
 
+    def must_be_here(self) -> None:
+        """Return if the caller is in the engine's event loop, and raise the error otherwise."""
+        self._host.check()
+
     def revoke(self, region: Region) -> None:
         """Refuse new work with a region, free its name, and withdraw the offer to peers.  Idempotent."""
         if self._numbers.get(region._number) is not region:
@@ -170,6 +174,7 @@ class RegionTable:
 
     def withdraw(self, region: Region) -> Closing:
         """Revoke a region, and wait for its users for as long as the engine's ``close_timeout``.  Idempotent."""
+        in_flight.must_be_on_thread(self._core)
         return Closing(region, lambda: self._withdraw(region))
 
     def _withdraw(self, region: Region) -> asyncio.Task[None] | None:

@@ -95,7 +95,7 @@ class SubscriptionQueue(Sealed, Generic[T], maker="engine.notifications() and en
         self._forget = forget
 
     def __del__(self) -> None:
-        self.close()
+        self._end()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -133,11 +133,22 @@ class SubscriptionQueue(Sealed, Generic[T], maker="engine.notifications() and en
             raise ClosedError(f"this {type(self).__name__} is closed") from None
 
     def get_nowait(self) -> T | None:
-        """Return the next item if there is one already, else None."""
+        """Return the next item if there is one already, else None.
+
+        :raises WrongLoopError: if called outside of the engine's event loop.
+        """
+        in_flight.must_be_on_thread(self._core)
         return self._queue.take() if self._queue else None
 
     def close(self) -> None:
-        """End the iteration after the items that are already queued.  Idempotent."""
+        """End the iteration after the items that are already queued.  Idempotent.
+
+        :raises WrongLoopError: if called outside of the engine's event loop.
+        """
+        in_flight.must_be_on_thread(self._core)
+        self._end()
+
+    def _end(self) -> None:
         if not self._queue.closed:
             self._queue.close()
             self._forget(self._queue)
@@ -146,6 +157,7 @@ class SubscriptionQueue(Sealed, Generic[T], maker="engine.notifications() and en
         """Call `close`; for ``contextlib.aclosing``.
 
         :return: an awaitable, which need not be awaited.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
         self.close()
         return Started(already_over)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import _get_running_loop as running_loop
 from collections.abc import Hashable
+
+from ..errors import WrongLoopError
 
 __all__ = ["Waiters"]
 
@@ -24,7 +27,15 @@ class Waiters:
         return len(self._futures)
 
     async def wait(self, key: Hashable) -> None:
-        """Wait for the next `wake` of `key`; the caller checks its condition again afterwards."""
+        """Wait for the next `wake` of `key`; the caller checks its condition again afterwards.
+
+        :raises WrongLoopError: in another event loop.
+        """
+        if running_loop() is not self._loop:
+            raise WrongLoopError(
+                "an engine belongs to the event loop in which it was opened: wait there, from another thread by "
+                "asyncio.run_coroutine_threadsafe"
+            )
         future = self._loop.create_future()
         self._futures.setdefault(key, {})[future] = None
         try:

@@ -145,7 +145,9 @@ class Blocks(Sealed, maker="pool.reserve()"):
         """Give the blocks back at the call, and abort a stream that has not ended.  Idempotent.
 
         :return: an awaitable, for uniformity with other resources; it is done at once, because closing never waits for a peer.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
+        self._lease.context.check_thread()
         _give_back(self._lease, self._consumer, "the consumer gave its blocks back")
         return Started(already_over)
 

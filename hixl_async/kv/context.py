@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ class PoolContext:
     def __init__(self, engine: Engine, name: str, layout: Layout, blocks: int, region: Region) -> None:
         self.engine = engine
         self.loop: asyncio.AbstractEventLoop = engine.loop
+        #: The thread of the loop.
+        self.thread = threading.get_ident()
         self.name = name
         self.layout = layout
         #: The size of the pool in blocks.
@@ -48,20 +51,30 @@ class PoolContext:
         :raises WrongLoopError: if another event loop runs here, or none.
         :raises ClosedError: if the pool is closed.
         """
+        self.check_thread()
+        if running_loop() is not self.loop:
+            raise self._wrong_loop()
+        if self.closed:
+            raise ClosedError(f"pool {self.name!r} is closed")
+
+    def check_thread(self) -> None:
+        """Return if the caller is on the thread of the engine's event loop, which need not run.
+
+        :raises EngineForkedError: if the pool was made before fork().
+        :raises WrongLoopError: on another thread.
+        """
         if self.engine.forked:
             raise EngineForkedError(
                 f"pool {self.name!r} was made before fork(); open one in each process, with an engine of its own"
             )
-        try:
-            right = asyncio.get_running_loop() is self.loop
-        except RuntimeError:
-            right = False
-        if not right:
-            raise WrongLoopError(
-                f"pool {self.name!r} belongs to its engine's event loop; only push() is legal elsewhere"
-            )
-        if self.closed:
-            raise ClosedError(f"pool {self.name!r} is closed")
+        if threading.get_ident() != self.thread:
+            raise self._wrong_loop()
+
+    def _wrong_loop(self) -> WrongLoopError:
+        return WrongLoopError(f"pool {self.name!r} belongs to its engine's event loop; only push() is legal elsewhere")
+
+    def __str__(self) -> str:
+        return f"{self.name!r} of engine {self.engine.name!r}"
 
     @property
     def tasks(self) -> int:

@@ -307,7 +307,9 @@ class Pool:
             using the memory for other things.
         :return: an awaitable that waits until the pool is closed.
         :raises InvalidArgumentError: if `timeout` is neither a positive number nor 0; nothing is closed then.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
+        self._context.check_thread()
         self._begin_closing(0 if timeout == 0 else positive_seconds("timeout", timeout))
         return Started(self._wait_closed)
 

@@ -118,8 +118,10 @@ class PushStream(Sealed, maker="pool.open_stream()"):
         :return: an awaitable of the outcome, which the consumer has acknowledged.
         :raises InvalidArgumentError: if `reason` is not a string.
         :raises ClosedError: on awaiting, if the stream was never opened.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
         check_reason(reason)
+        self._producer.context.check_thread()
         self._producer.stop(reason)
         return Started(self._producer.ended)
 
@@ -139,7 +141,9 @@ class PushStream(Sealed, maker="pool.open_stream()"):
         """End the stream at the call: abort it unless all layers were pushed.  Idempotent.
 
         :return: an awaitable that waits like `finished`, but raises nothing.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
+        self._producer.context.check_thread()
         self._producer.close()
         return Started(self._closed)
 
@@ -193,7 +197,6 @@ class Producer:
         self.state = ProducerState(context.layout.layers)
         self._streams = streams
         self._loop = context.loop
-        self._loop_thread = threading.get_ident()
         self._timeout = timeout
         self._waiters = Waiters(self._loop)
         self._cause: BaseException | None = None
@@ -209,7 +212,7 @@ class Producer:
             self.state.check(layer)
             wake = self._sender.add(layer, self._check_source(layer, source), question)
             self.state.push(layer)
-        if threading.get_ident() == self._loop_thread:
+        if threading.get_ident() == self.context.thread:
             self._sender.pump()
         elif wake:
             try:

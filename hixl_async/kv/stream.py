@@ -118,8 +118,10 @@ class LayerStream(Sealed, maker="blocks.stream()"):
         :param reason: the text for the errors of both sides.
         :return: an awaitable of the outcome.
         :raises InvalidArgumentError: if `reason` is not a string.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
         check_reason(reason)
+        self._consumer.check_thread()
         self._consumer.leave(reason)
         return Started(self._known_outcome)
 
@@ -220,6 +222,10 @@ class Consumer:
         outcome = self.state.outcome
         if outcome is not None and (error := outcome.error(self._peer)) is not None:
             raise error
+
+    def check_thread(self) -> None:
+        """Return if the caller is on the thread of the engine's event loop; see `PoolContext.check_thread`."""
+        self._context.check_thread()
 
     def leave(self, reason: str) -> None:
         """Abort the stream, if it has not ended."""

@@ -11,6 +11,7 @@ import pytest
 
 from hixl_async import Batch, Engine, WrongLoopError
 from hixl_async.core.in_flight import drain
+from hixl_async.testing import until
 
 from .conftest import World
 
@@ -40,7 +41,12 @@ async def test_c9_foreign_threads_are_refused(world: World, loop: bool) -> None:
     world.plan.hold(nth=1)
     held, done = world.write(), world.write()
     await done
-    region = world.left.allocate("region", 64)
+    region, collector = world.left.allocate("region", 64), world.left.coalesce()
+    heard, silent = world.left.notifications("heard"), world.left.notifications("silent")
+    await world.right.notify(world.pair.back, "heard")
+    await until(lambda: len(heard) == 1)
+    copy = collector.write(world.here[0:8], world.remote[0:8])
+    callbacks: list[Any] = []
     calls: dict[str, Callable[[], Any]] = {
         "write": lambda: world.write(),
         "read": lambda: world.left.read(bytearray(5), world.remote[0:5]),
@@ -54,6 +60,36 @@ async def test_c9_foreign_threads_are_refused(world: World, loop: bool) -> None:
         "group": lambda: world.left.group(),
         "drained": lambda: world.left.drained(b"x"),
         "serve": lambda: world.left.serve("service", lambda peer, body: body),
+        "unserve": lambda: world.left.unserve("service"),
+        "room": lambda: world.left.room(1).send(None),
+        "connect": lambda: world.left.connect("127.0.0.1:1").send(None),
+        "coalesce": lambda: world.left.coalesce(),
+        "coalescer.write": lambda: collector.write(world.here[0:8], world.remote[0:8]),
+        "coalescer.flush": lambda: collector.flush(),
+        "add_close_callback": lambda: world.left.add_close_callback(print),
+        "remove_close_callback": lambda: world.left.remove_close_callback(print),
+        "aclose": lambda: world.left.aclose(),
+        "subscription.get": lambda: heard.get().send(None),
+        "subscription.get, empty": lambda: silent.get().send(None),
+        "subscription.get_nowait": lambda: heard.get_nowait(),
+        "subscription.close": lambda: heard.close(),
+        "subscription.aclose": lambda: heard.aclose(),
+        "peer.region": lambda: world.peer.region("there").send(None),
+        "peer.request": lambda: world.peer.request("hixl.ping", {}).send(None),
+        "peer.post": lambda: world.peer.post("hixl.ping", {}),
+        "peer.limit_bandwidth": lambda: world.peer.limit_bandwidth(1e9),
+        "peer.fenced": lambda: world.peer.fenced().send(None),
+        "peer.add_signal_callback": lambda: world.peer.add_signal_callback(lambda: callbacks.append(0)),
+        "peer.remove_signal_callback": lambda: world.peer.remove_signal_callback(print),
+        "peer.add_lost_callback": lambda: world.peer.add_lost_callback(callbacks.append),
+        "peer.remove_lost_callback": lambda: world.peer.remove_lost_callback(print),
+        "peer.aclose": lambda: world.peer.aclose(),
+        "transfer.add_done_callback": lambda: held.add_done_callback(callbacks.append),
+        "transfer.add_done_callback, done": lambda: done.add_done_callback(callbacks.append),
+        "transfer.remove_done_callback": lambda: held.remove_done_callback(callbacks.append),
+        "region.revoke": lambda: region.revoke(),
+        "region.aclose": lambda: region.aclose(),
+        "region.ready": lambda: region.ready().send(None),
         "transfer.drained": lambda: held.drained(),
         "transfer.drained, done": lambda: done.drained(),
         "transfer.cancel": lambda: held.cancel(),
@@ -69,8 +105,21 @@ async def test_c9_foreign_threads_are_refused(world: World, loop: bool) -> None:
         assert "belongs to the event loop" in str(error)
     assert not held.done()
     world.plan.release()
-    await held
+    await asyncio.gather(held, copy)
+    assert region.alive
+    assert heard.get_nowait() is not None
     await world.works()
+    await world.peer.aclose()
+    assert callbacks == []
+
+
+@pytest.mark.parametrize("loop", [False, True], ids=["no loop", "another loop"])
+async def test_c9_what_has_ended_is_closed_anywhere(world: World, loop: bool) -> None:
+    """Nothing is left that a call in another thread could harm."""
+    queue = world.left.notifications("topic")
+    await world.left.aclose()
+    for call in (queue.close, lambda: world.left.unserve("service"), lambda: world.left.remove_close_callback(print)):
+        assert elsewhere(call, loop=loop) is None
 
 
 def test_c9_the_next_loop_of_the_same_thread(runner: asyncio.Runner) -> None:

@@ -8,7 +8,6 @@ import json
 import pickle
 import subprocess
 import sys
-import threading
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -189,19 +188,36 @@ asyncio.run(main())
     assert ran.stdout.split() == ["DriverError" if blocks < 1 << 31 else "InvalidArgumentError", "{}"], ran.stderr
 
 
-async def test_another_thread_may_not_reserve(pair: Pair) -> None:
-    caught: list[BaseException] = []
+async def test_another_thread_may_only_push(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=1) as blocks, pair.source.reserve(blocks=1) as source:
+        stream = blocks.stream()
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
 
-    def call() -> None:
-        try:
-            pair.target.reserve(blocks=1)
-        except WrongLoopError as error:
-            caught.append(error)
+            def call() -> None:
+                for use in (
+                    lambda: pair.target.reserve(blocks=1),
+                    lambda: pair.target.reserve_nowait(blocks=1),
+                    lambda: pair.source.open_stream(pair.to_d, {}),
+                    lambda: pair.target.aclose(),
+                    lambda: blocks.aclose(),
+                    lambda: blocks.fenced().send(None),
+                    lambda: stream.abort(),
+                    lambda: stream.layer(0).send(None),
+                    lambda: stream.finished().send(None),
+                    lambda: stream.fenced().send(None),
+                    lambda: aiter(stream).__anext__().send(None),
+                    lambda: out.abort(),
+                    lambda: out.finished().send(None),
+                    lambda: out.aclose(),
+                ):
+                    with pytest.raises(WrongLoopError, match="belongs to .*event loop"):
+                        use()
+                for layer in range(LAYOUT.layers):
+                    out.push(layer, source[layer])
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    await asyncio.to_thread(thread.join)
-    assert len(caught) == 1
+            await asyncio.to_thread(call)
+        assert stream.outcome is not None
+        assert stream.outcome.verdict is Verdict.FINISHED
 
 
 async def test_a_closed_pool(pair: Pair) -> None:
