@@ -27,7 +27,7 @@ The class of an error tells what happened to the memory of transfers: there are 
     │   ├── StaleRegionError              the remote region was closed by its owner
     │   ├── WaitTimeoutError              (TimeoutError) a wait for a region or a stream's opening took too long
     │   ├── RequestTimeoutError           (TimeoutError) a request was not answered in time; its handler may have run
-    │   ├── RemoteError                   the peer's handler of a request failed
+    │   ├── RemoteError                   the peer's handler of a request failed, because of the peer's own work
     │   ├── TicketError                   a KV stream's ticket is unknown, used, expired or not for this peer
     │   └── LayoutMismatchError           (ValueError) the two sides' KV layouts differ
     └── TransferError                     accepted work failed: the target's contents are undefined until drained
@@ -268,9 +268,16 @@ class RequestTimeoutError(RefusedError, TimeoutError):
 
 
 class RemoteError(RefusedError):
-    """The peer's handler of a request failed with an error that has no class here; the peer's log has the traceback."""
+    """The peer's handler of a request failed, because of the peer's own work and not because of the request.
+
+    The message has the class and the text of an error of this package.  Of any other exception it has neither, because they may
+    be confidential: the peer's loop reports them there.
+    """
 
     code = "remote"
+    #: The name of the class of the error that the peer reports; ``"RemoteError"`` if its handler failed with an exception that
+    #: is not of this package.
+    remote_class: str = "RemoteError"
 
 
 class TransferError(HixlError):

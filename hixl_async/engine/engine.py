@@ -481,7 +481,9 @@ class Engine(Core):
 
         :param service: the name of the service, printable, of 1 to 512 characters.
         :param handler: a function or a coroutine function.  It gets the peer and the request's body (a JSON object), and
-            returns the answer's body, or None for an empty one.  A `HixlError` that it raises reaches the caller with its type.
+            returns the answer's body, or None for an empty one.  It refuses a request by `InvalidArgumentError`, `RangeError`,
+            `AccessError`, `BusyError`, `TicketError` or `LayoutMismatchError`, which reaches the caller with its class; any
+            other error reaches the caller as `RemoteError`.
         :raises InvalidArgumentError: if `service` is malformed or served already, or `handler` is not callable.
         :raises ClosedError: if the engine is closed.
         """

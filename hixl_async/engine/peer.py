@@ -316,9 +316,12 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         :param body: a JSON object; request and answer may have a little less than 64 KiB each when encoded.
         :param timeout: seconds to wait for the answer.
         :return: the answer's body, a JSON object.
-        :raises InvalidArgumentError: if `body` is not such an object or is too long, or the peer does not serve `service`.
-        :raises HixlError: the error that the peer's handler raised, with its type.
-        :raises RemoteError: if the peer's handler failed with an error that is not a `HixlError`, or was cancelled.
+        :raises InvalidArgumentError: if `body` is not such an object or is too long, the peer does not serve `service`, or its
+            handler raised this error.
+        :raises RangeError: if the peer's handler raised this error; likewise `AccessError`, `TicketError` and
+            `LayoutMismatchError`.
+        :raises BusyError: if the peer handles too many of our requests already, or its handler raised this error.
+        :raises RemoteError: if the peer's handler raised any other error, or was cancelled.
         :raises RequestTimeoutError: if no answer came within `timeout` seconds; the handler may have run.
         :raises RequestLostError: if the peer went down before it answered; the handler may have run.
         :raises PeerDownError: if the peer was down before.

@@ -14,20 +14,25 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from .. import errors
 from ..control import Incoming
 from ..errors import (
+    AccessError,
     BusyError,
+    DriverError,
     HixlError,
     InvalidArgumentError,
+    LayoutMismatchError,
+    NoRouteError,
     PeerDownError,
     ProtocolError,
-    RefusedError,
+    RangeError,
     RemoteError,
     RequestLostError,
     RequestTimeoutError,
-    TransferError,
+    StaleRegionError,
+    TicketError,
 )
+from .arguments import require_service
 from .session import Session
 
 __all__ = ["MAX_HANDLERS", "Rpc"]
@@ -41,9 +46,18 @@ MAX_HANDLERS = 256
 #: The most bytes of a failure that one side sends to the other.
 FAILURE_BYTES = 2000
 
+#: The bodies that a request and its answer may have; the end of a message for people.
+BODY = "a JSON object of less than 64 KiB (write larger data into a region, and send its place)"
 
 #: The kind of message that answers a request to a handler.
 ANSWER = "answer"
+
+#: The errors of the peer that keep their class here, because they are about the request itself, by the kind of its answer.
+#: Any other is about the peer's own work: here its class would say something that is not true of the request.
+CROSSING: dict[str, tuple[type[HixlError], ...]] = {
+    ANSWER: (InvalidArgumentError, RangeError, AccessError, BusyError, TicketError, LayoutMismatchError),
+    "region.metadata": (AccessError, BusyError, DriverError, NoRouteError, StaleRegionError),
+}
 
 
 class _Waiting(NamedTuple):
@@ -118,7 +132,7 @@ class Rpc:
         try:
             self._session.send(kind, body)
         except ProtocolError as error:
-            raise InvalidArgumentError(f"the request cannot be sent: {error}") from None
+            raise InvalidArgumentError(f"body must be {BODY}: {error}") from None
 
     def on_answer(self, message: Incoming) -> None:
         """Hand an answer to its caller."""
@@ -135,8 +149,8 @@ class Rpc:
         """Hand a failure to the caller that waits for an answer."""
         waiting = self._waiting.get(message.number("call"))
         if waiting is not None and not waiting.reply.done():
-            kind = _error_class(message.text("error"), waiting)
-            waiting.reply.set_exception(kind(message.words("message", FAILURE_BYTES), peer=self._session.name))
+            name, text = message.text("error"), message.words("message", FAILURE_BYTES)
+            waiting.reply.set_exception(_failure(name, text, waiting.kind, self._session.name))
 
     def lose(self, error: Callable[[], HixlError]) -> None:
         """Fail all waits for an answer, and cancel all handlers, because the peer is down."""
@@ -205,10 +219,10 @@ class Rpc:
             return
         try:
             if not isinstance(body, dict | None):
-                raise TypeError(f"a handler must answer with a dict or None, not {type(body).__name__}")
+                raise TypeError(f"it is of type {type(body).__name__}")
             self._session.tell("answer", {"call": call, "body": body or {}})
         except (ProtocolError, TypeError) as error:
-            self._broken_handler(call, service, error)
+            self._broken_handler(call, service, error, f": its answer must be None or {BODY}: {error}")
 
     def fail(self, call: int | None, error: HixlError) -> None:
         """Tell the peer why its request has no answer."""
@@ -216,20 +230,25 @@ class Rpc:
             text = str(error).encode(errors="replace")[:FAILURE_BYTES].decode(errors="ignore")
             self._session.tell("failure", {"call": call, "error": type(error).__name__, "message": text})
 
-    def _broken_handler(self, call: int | None, service: str, error: Exception) -> None:
+    def _broken_handler(self, call: int | None, service: str, error: Exception, reason: str = "") -> None:
+        """Report the error of our own handler, of which the peer learns no more than `reason`."""
         self._loop.call_exception_handler({"message": f"the handler of {service!r} failed", "exception": error})
-        self.fail(call, RemoteError(f"the handler of {service!r} failed at the peer"))
+        self.fail(call, RemoteError(f"the handler of {service!r} failed at the peer{reason}"))
 
 
-def _error_class(name: str, waiting: _Waiting) -> type[HixlError]:
-    """Return the class of an error that the peer names.
+def _failure(name: str, text: str, kind: str, peer: str) -> HixlError:
+    """Return the error for a failure that the peer reports.
 
-    A handler's error keeps its class, also where a transfer of the handler has failed.  All other requests to a peer change no
-    transfer memory, so that their errors belong to the first root.
+    :param name: the name of the error's class at the peer, which is not trusted.
+    :param text: the error's message.
+    :param kind: the kind of the answer that the failure takes the place of.
     """
-    kind = getattr(errors, name, None)
-    roots = (RefusedError, TransferError) if waiting.kind == ANSWER else (RefusedError,)
-    return kind if isinstance(kind, type) and issubclass(kind, roots) else RemoteError
+    for crossing in CROSSING[kind]:
+        if name == crossing.__name__:
+            return crossing(text, peer=peer)
+    error = RemoteError(text if name == RemoteError.__name__ else f"{name}: {text}", peer=peer)
+    error.remote_class = name
+    return error
 
 
 def _lost(error: HixlError, waiting: _Waiting) -> HixlError:
@@ -250,7 +269,6 @@ def _discard(answer: Awaitable[Any]) -> None:
 
 
 def _check(service: object, body: object) -> None:
-    if not isinstance(service, str) or not service or not service.isprintable():
-        raise InvalidArgumentError(f"service must be a printable string that is not empty, not {service!r}")
+    require_service(service)
     if not isinstance(body, dict):
-        raise InvalidArgumentError(f"body must be a dict that JSON can carry, not {type(body).__name__}")
+        raise InvalidArgumentError(f"body must be {BODY}, not {body!r}")

@@ -274,6 +274,7 @@ class Pool:
         :raises StreamAbortedError: on entering, if the consumer gave up meanwhile.
         :raises PeerDownError: on entering, if the peer is down, or goes down meanwhile.
         :raises WaitTimeoutError: on entering, if opening takes longer than `timeout`.
+        :raises RemoteError: on entering, if the consumer's pool does not understand the request, because its release differs.
         :raises InvalidArgumentError: if `timeout` is not a positive number, or `peer` is not a peer of the pool's engine.
         :raises ClosedError: if the pool is closed.
         """

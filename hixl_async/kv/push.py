@@ -22,6 +22,7 @@ from ..errors import (
     PeerDownError,
     ProtocolError,
     RangeError,
+    RemoteError,
     StreamError,
     TicketError,
     WaitTimeoutError,
@@ -374,7 +375,7 @@ class Producer:
             answer = Outcome.parse(await self.peer.request(name, body, timeout=self._timeout))
         except (PeerDownError, ClosedError) as error:
             self._on_lost(error)
-        except (ProtocolError, StreamError) as error:
+        except (ProtocolError, RemoteError, StreamError) as error:
             reason = f"the consumer did not accept the end of the stream: {error}"
             self._change(self.state.answer, Outcome(Verdict.ABORTED, reason))
         except (TimeoutError, HixlError):

@@ -20,18 +20,15 @@ from hixl_async import (
     InvalidArgumentError,
     Peer,
     PeerDownError,
-    PeerLostError,
     PeerState,
-    RangeError,
     RefusedError,
     RemoteError,
     RequestLostError,
     RequestTimeoutError,
-    TransferError,
-    TransferTimeoutError,
+    errors,
 )
 from hixl_async.control import Incoming
-from hixl_async.engine.rpc import MAX_HANDLERS
+from hixl_async.engine.rpc import ANSWER, CROSSING, MAX_HANDLERS
 from hixl_async.testing import EnginePair, engine_pair, until
 
 
@@ -63,38 +60,49 @@ async def test_posts_and_requests_arrive_in_order(pair: EnginePair) -> None:
     assert heard == list(range(51))
 
 
-async def test_errors_reach_the_caller_with_their_type(pair: EnginePair) -> None:
+def _serve_failures(engine: Engine) -> None:
+    """Serve two handlers that raise the error that the request names, at once and later."""
+
     def fail(peer: Peer, body: dict[str, Any]) -> None:
-        raise RangeError("layer 7 does not exist")
+        raise getattr(errors, body["error"])("layer 7 does not exist", peer="third")
 
     async def fail_later(peer: Peer, body: dict[str, Any]) -> None:
         await asyncio.sleep(0)
         fail(peer, body)
 
-    pair.right.serve("fail", fail)
-    pair.right.serve("fail-later", fail_later)
-    for service in ("fail", "fail-later"):
-        with pytest.raises(RangeError, match="layer 7") as caught:
-            await pair.peer.request(service, {})
-        assert caught.value.peer == "right"
+    engine.serve("fail", fail)
+    engine.serve("fail-later", fail_later)
+
+
+async def test_errors_that_refuse_the_request_reach_the_caller_with_their_type(pair: EnginePair) -> None:
+    _serve_failures(pair.right)
+    for kind in CROSSING[ANSWER]:
+        for service in ("fail", "fail-later"):
+            with pytest.raises(kind, match="layer 7") as caught:
+                await pair.peer.request(service, {"error": kind.__name__})
+            assert type(caught.value) is kind
+            assert caught.value.peer == "right"
     with pytest.raises(InvalidArgumentError, match="no handler serves 'no-such-service'"):
         await pair.peer.request("no-such-service", {})
     assert await pair.peer.request("hixl.ping", {"still": "up"}) == {"still": "up"}
 
 
-@pytest.mark.parametrize("kind", [TransferError, TransferTimeoutError, PeerLostError])
-async def test_a_transfer_of_the_handlers_own_that_failed(pair: EnginePair, kind: type[TransferError]) -> None:
-    async def fail(peer: Peer, body: dict[str, Any]) -> None:
-        raise kind("the target's contents are undefined", peer="third")
+async def test_errors_of_the_handlers_own_work_are_remote_errors(pair: EnginePair) -> None:
+    """Under their own class they would say of this request what is only true at the peer: say, that this peer is down."""
+    _serve_failures(pair.right)
+    for name in set(errors.__all__) - {kind.__name__ for kind in CROSSING[ANSWER]}:
+        for service in ("fail", "fail-later"):
+            with pytest.raises(RefusedError, match="layer 7") as caught:
+                await pair.peer.request(service, {"error": name})
+            assert type(caught.value) is RemoteError
+            assert caught.value.remote_class == name
+            assert str(caught.value).startswith(f"{name}: ") == (name != "RemoteError")
+            assert caught.value.peer == "right"
 
-    pair.right.serve("fail", fail)
-    with pytest.raises(TransferError, match="contents are undefined") as caught:
-        await pair.peer.request("fail", {})
-    assert type(caught.value) is kind
-    assert caught.value.peer == "right"
 
-
-@pytest.mark.parametrize("name", ["TransferError", "PeerLostError", "HixlError", "int", "no such class"])
+@pytest.mark.parametrize(
+    "name", ["TransferError", "PeerLostError", "PeerDownError", "WrongLoopError", "HixlError", "int", "no such class"]
+)
 async def test_no_import_fails_as_a_transfer_does(engine: Engine, name: str) -> None:
     """Whatever the peer says: asking for a region touches no transfer memory."""
     async with puppet(engine.address) as actor:
@@ -126,8 +134,14 @@ async def test_broken_handlers(pair: EnginePair, loop_errors: list[dict[str, Any
         "is too long": lambda peer, body: {"n": "x" * 70_000},
     }
     pair.right.serve("broken", handlers[kind])
-    with pytest.raises(RemoteError, match="the handler of 'broken' failed"):
+    with pytest.raises(RemoteError, match="the handler of 'broken' failed") as caught:
         await pair.peer.request("broken", {})
+    if kind.startswith(("answers", "is")):
+        caught.match(
+            r"its answer must be None or a JSON object of less than 64 KiB \(write larger data into a region.*\): "
+        )
+    if kind == "is too long":
+        caught.match("over the limit of 65536")
     assert "exception" in loop_errors.pop()
     pair.peer.post("broken", {})
     assert await pair.peer.request("hixl.ping", {"n": 1}) == {"n": 1}
@@ -152,7 +166,7 @@ async def test_broken_handlers(pair: EnginePair, loop_errors: list[dict[str, Any
     ],
 )
 async def test_requests_that_cannot_be_sent(pair: EnginePair, service: Any, body: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="request cannot be sent|body must be|service must be"):
+    with pytest.raises(InvalidArgumentError, match="^(body must be a JSON object of less than 64 KiB|service must be)"):
         await pair.peer.request(service, body)
     with pytest.raises(InvalidArgumentError):
         pair.peer.post(service, body)
@@ -161,7 +175,7 @@ async def test_requests_that_cannot_be_sent(pair: EnginePair, service: Any, body
 
 
 async def test_an_oversized_request_names_the_limit(pair: EnginePair) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"over the limit of 65536"):
+    with pytest.raises(InvalidArgumentError, match=r"write larger data into a region.*over the limit of 65536"):
         await pair.peer.request("hixl.ping", {"n": "x" * 65536})
     assert len((await pair.peer.request("hixl.ping", {"n": "x" * 60_000}))["n"]) == 60_000
 
@@ -317,9 +331,13 @@ async def test_services_have_one_handler_each(engine: Engine) -> None:
     engine.unserve("mine")
     engine.unserve("mine")
     engine.serve("mine", lambda peer, body: body)
-    for wrong in (("", print), (7, print), ("other", None), ("other", "text")):
-        with pytest.raises(InvalidArgumentError, match="serve takes"):
-            engine.serve(*wrong)
+    for wrong in ("", "a\nb", "x" * 513, 7, None, [], {}):
+        for call in (lambda wrong=wrong: engine.serve(wrong, print), lambda wrong=wrong: engine.unserve(wrong)):
+            with pytest.raises(InvalidArgumentError, match="service must be a printable string .*, not "):
+                call()
+    for handler in (None, "text"):
+        with pytest.raises(InvalidArgumentError, match="handler must be a function, not "):
+            engine.serve("other", handler)  # type: ignore[arg-type]
 
 
 async def test_unexpected_answers_are_ignored(engine: Engine) -> None:

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from hixl_async.engine.rpc import ANSWER, CROSSING
 from hixl_async.errors import (
     ClosedError,
     HixlError,
     InvalidArgumentError,
     PeerDownError,
+    RemoteError,
     RequestLostError,
     RequestTimeoutError,
 )
@@ -222,7 +224,8 @@ class Peer:
         future = self.calls.get(number)  # type: ignore[arg-type]
         if future is not None and not future.done():
             if error is not None:
-                future.set_exception(type(error)(str(error)))
+                kind = type(error) if type(error) in CROSSING[ANSWER] else RemoteError
+                future.set_exception(kind(str(error)))
             else:
                 future.set_result(body)
 

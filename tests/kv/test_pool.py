@@ -20,8 +20,8 @@ from hixl_async.errors import (
     BusyError,
     ClosedError,
     InvalidArgumentError,
-    ProtocolError,
     RangeError,
+    RemoteError,
     TicketError,
     WrongLoopError,
 )
@@ -403,7 +403,7 @@ async def test_malformed_messages_are_refused(pair: Pair) -> None:
         {"say": "open"},
         {"say": "end", "id": "x", "complete": 1, "reason": ""},
     ):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(RemoteError):
             await pair.to_d.request("kv/kv", body)
     async with pair.target.reserve(blocks=1) as blocks:
         ticket = blocks.ticket()
@@ -414,7 +414,7 @@ async def test_malformed_messages_are_refused(pair: Pair) -> None:
             "pool": "x",
             "layout": {"layers": 1},
         }
-        with pytest.raises(ProtocolError, match="malformed"):
+        with pytest.raises(RemoteError, match="malformed"):
             await pair.to_d.request("kv/kv", body)
         with pytest.raises(TicketError, match="another peer"):
             await pair.to_d.request("kv/kv", {"say": "end", "id": ticket["id"], "complete": True, "reason": ""})
