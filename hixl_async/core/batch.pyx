@@ -69,14 +69,18 @@ cdef object _nothing_to_move():
 
 cdef list _parts(object parts):
     """Return the parts of a batch as tuples of two or three."""
+    cdef list listed = []
+    part = parts
     try:
-        listed = [tuple(part) for part in parts]
+        for part in parts:
+            members = tuple(part)
+            if len(members) not in (2, 3):
+                raise TypeError
+            listed.append(members)
     except TypeError:
-        listed = [()]
-    if any(len(part) not in (2, 3) for part in listed):
         raise errors.InvalidArgumentError(
-            f"parts must be a sequence whose members are (local, remote, rows) or (local_slice, remote_slice), not {parts!r}"
-        )
+            f"parts must be a sequence whose members are (local, remote, rows) or (local_slice, remote_slice), not {part!r}"
+        ) from None
     return listed
 
 

@@ -271,4 +271,4 @@ def _discard(answer: Awaitable[Any]) -> None:
 def _check(service: object, body: object) -> None:
     require_service(service)
     if not isinstance(body, dict):
-        raise InvalidArgumentError(f"body must be {BODY}, not {body!r}")
+        raise InvalidArgumentError(f"body must be {BODY}, not {type(body).__name__}")
