@@ -15,7 +15,7 @@ ARGS ?=
 # Tests run over this many processes, each with whole files; those that are marked serial run last and alone.
 WORKERS ?= 2
 PYTEST := $(PY) -m pytest -p tests.skips
-PARALLEL = -p tests.schedule --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
+PARALLEL = -p tests.schedule --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
 # Suites that mostly start other processes, simulate accelerators, or run properties for long; test-fast leaves them out, and
 # state machines (runTest).
 LONG := $(addprefix --ignore=tests/,adversity benchmarks cli examples hixlsim packaging property servers testing/test_strategies.py) \

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, TypeAlias
@@ -65,7 +65,7 @@ class Import(NamedTuple):
 
 
 class Source:
-    """A Python module, parsed.
+    """A Python module, parsed at its first use; every worker collects these tests, and one runs them.
 
     :param path: below the package's folder, where it need not exist.
     :param text: the source; default: the file's.
@@ -73,26 +73,33 @@ class Source:
 
     def __init__(self, path: Path, text: str | None = None) -> None:
         self.path = path
-        self.tree = ast.parse(path.read_text(encoding="utf-8") if text is None else text)
+        self._text = text
         parts = ["hixl_async", *path.relative_to(PACKAGE).with_suffix("").parts]
         self.is_package = parts[-1] == "__init__"
         self.name = ".".join(parts[:-1] if self.is_package else parts)
         self.package = self.name if self.is_package else self.name.rpartition(".")[0]
         self.unit = unit_of(self.name)
 
-    def nodes(self) -> Iterator[tuple[ast.AST, bool, bool]]:
-        """Yield every node, with whether it is for the type checker only, and whether it runs at import."""
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(encoding="utf-8") if self._text is None else self._text)
+
+    @cached_property
+    def nodes(self) -> list[tuple[ast.AST, bool, bool]]:
+        """Every node, with whether it is for the type checker only, and whether it runs at import."""
+        found: list[tuple[ast.AST, bool, bool]] = []
         stack: list[tuple[ast.AST, bool, bool]] = [(self.tree, False, True)]
         while stack:
             node, typing_only, top = stack.pop()
-            yield node, typing_only, top
+            found.append((node, typing_only, top))
             guarded = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
             inner = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             stack.extend((child, typing_only or guarded, inner) for child in ast.iter_child_nodes(node))
+        return found
 
     def imports(self) -> Iterator[Import]:
         """Yield imports from within the package, one for each name."""
-        for node, typing_only, top in self.nodes():
+        for node, typing_only, top in self.nodes:
             if isinstance(node, ast.ImportFrom):
                 module = self._absolute(node)
                 names = [alias.name for alias in node.names] if module.split(".")[0] == "hixl_async" else []
@@ -108,7 +115,7 @@ class Source:
 
     def modules(self) -> Iterator[tuple[str, int, bool]]:
         """Yield the first part of everything imported from elsewhere, and whether it is imported with the module."""
-        for node, typing_only, top in self.nodes():
+        for node, typing_only, top in self.nodes:
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 yield node.module.split(".")[0], node.lineno, top and not typing_only
             elif isinstance(node, ast.Import):
@@ -254,7 +261,7 @@ def private_uses(sources: Iterable[Source]) -> Iterator[Violation]:
                 excused = name in own or (source.unit, name) in PRIVATE_USES or source.name == "hixl_async"
                 if private(name) and unit_of(found.module) != source.unit and not excused:
                     yield source.path, found.line, f"imports {name}"
-        for node, _, _ in source.nodes():
+        for node, _, _ in source.nodes:
             if isinstance(node, ast.Attribute) and private(node.attr):
                 itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
                 if not itself and node.attr not in own and (source.unit, node.attr) not in PRIVATE_USES:
@@ -420,7 +427,7 @@ def test_nothing_is_decided_by_the_name_of_a_driver() -> Iterator[Violation]:
     for source in SOURCES:
         if source.unit == "testing":  # which does not decide for users
             continue
-        for node, _, _ in source.nodes():
+        for node, _, _ in source.nodes:
             if isinstance(node, ast.Compare | ast.MatchValue):
                 words = {constant.value for constant in ast.walk(node) if isinstance(constant, ast.Constant)}
                 if words & DRIVERS:
@@ -439,7 +446,7 @@ def test_nothing_is_decided_by_the_name_of_a_driver() -> Iterator[Violation]:
 @rule
 def test_nothing_waits_by_sleeping() -> Iterator[Violation]:
     for source in SOURCES:
-        for node, _, _ in source.nodes():
+        for node, _, _ in source.nodes:
             if isinstance(node, ast.ImportFrom) and node.module in ("time", "asyncio"):
                 names = {alias.name for alias in node.names}
                 if "sleep" in names:
@@ -495,7 +502,7 @@ def test_only_the_configuration_reads_the_environment() -> Iterator[Violation]:
             source.path.name == "config.py" or source.unit == "testing"
         ):  # testing hands it on to the processes that it starts
             continue
-        for node, _, _ in source.nodes():
+        for node, _, _ in source.nodes:
             reads = isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
             if reads:
                 yield source.path, getattr(node, "lineno", 0), "reads the environment"
@@ -504,7 +511,7 @@ def test_only_the_configuration_reads_the_environment() -> Iterator[Violation]:
 @rule
 def test_no_error_is_swallowed_whole() -> Iterator[Violation]:
     for source in SOURCES:
-        for node, _, _ in source.nodes():
+        for node, _, _ in source.nodes:
             if isinstance(node, ast.ExceptHandler) and all(isinstance(line, ast.Pass) for line in node.body):
                 caught = "everything" if node.type is None else ast.unparse(node.type)
                 swallowed = caught in ("everything", "Exception", "BaseException")

@@ -61,7 +61,7 @@ async def scene() -> AsyncIterator[Scene]:
     async with (
         peer_process(name="villain") as villain,
         peer_process(name="friend") as friend,
-        Engine("127.0.0.1:0", name="victim", close_timeout=1) as victim,
+        Engine("127.0.0.1:0", name="victim", close_timeout=0.3) as victim,
     ):
         scene = Scene(victim, villain, friend)
         yield scene

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shlex
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .program import run
+from .program import BENCHMARKS, run
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty cache, so that the C levels are compiled here."""
-    pytest.importorskip("Cython")
+def cache(request: pytest.FixtureRequest) -> Path:
+    """A cache that is empty unless a run before compiled the C levels in the same way: with this builder, Cython and compiler.
+
+    The builder itself compiles again if the sources have changed, or Python.
+    """
+    cython = pytest.importorskip("Cython")
     pytest.importorskip("numpy")
-    return tmp_path_factory.mktemp("cache")
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
+    way = hashlib.sha256((BENCHMARKS / "rig" / "build.py").read_bytes() + cython.__version__.encode() + version)
+    return request.config.cache.mkdir("hixl_async-ladder") / way.hexdigest()[:16]
 
 
 def ladder(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -575,7 +575,8 @@ class TestCloses:
             await mine.aclose()
         assert "closed" in repr(mine)
 
-    async def test_also_when_cancelled(self, pair: Pair) -> None:
+    async def test_also_when_cancelled(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(connection_module, "_FLUSH_TIMEOUT", 0.05)
         mine, _ = pair
         while not mine._queue:
             mine.send("x", {"text": "y" * 10_000})

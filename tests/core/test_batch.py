@@ -284,6 +284,7 @@ def test_any_rows_give_the_bytes_of_single_rows(rows: Rows, local: int, remote: 
     asyncio.run(main())
 
 
+@pytest.mark.torch
 async def test_rows_of_a_tensor(world: World) -> None:
     torch = pytest.importorskip("torch")
     rows = torch.tensor([[0, 8, 4], [16, 32, 4]], dtype=torch.int64)

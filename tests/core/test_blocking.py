@@ -127,13 +127,13 @@ STUCK = """
     from hixl_async.engine import engine as module
     from hixl_async.testing import FaultPlan, faulty
 
-    module.LINGER = 0.3
+    module.LINGER = 0.1
 
     async def main():
         told = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
         plan = FaultPlan(1).hold(verb="{verb}")
-        engine = await Engine(drivers=faulty("shm", plan), close_timeout=0.2).open()
+        engine = await Engine(drivers=faulty("shm", plan), close_timeout=0.1).open()
         buffer = bytearray(4096)
         region = engine.register("lent", buffer)
         before = time.monotonic()

@@ -121,13 +121,13 @@ STUCK = """
     from hixl_async.engine import engine
     from hixl_async.testing import FaultPlan, engine_pair, faulty
 
-    engine.LINGER = 0.3
+    engine.LINGER = 0.1
 
     async def main():
         told = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
         plan = FaultPlan(1).late()
-        async with engine_pair(drivers=faulty("shm", plan), close_timeout=0.3) as pair:
+        async with engine_pair(drivers=faulty("shm", plan), close_timeout=0.1) as pair:
             region, remote = await pair.region("kv", 4096)
             transfer = pair.left.write(bytearray(b"stuck"), remote[0:5])
             drained = asyncio.ensure_future(transfer.drained())

@@ -148,7 +148,7 @@ class Scene:
 async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
     device = Device()
     drivers = faulty("shm", FaultPlan(1)) if request.param == "wrapped" else ["shm"]
-    async with engine_pair(drivers, close_timeout=0.5) as pair:
+    async with engine_pair(drivers, close_timeout=0.2) as pair:
         device.serve(pair.left)
         yield Scene(pair, device, *(await pair.region("kv", SIZE)))
         for event in device.events:

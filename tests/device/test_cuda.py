@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import AsyncIterator
 
 import pytest
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
+
+def _driver() -> bool:
+    """True if a GPU's driver is there, of CUDA or ROCm; without, torch sees no GPU, and need not be imported to say so."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return os.path.exists("/dev/kfd")
+    return True
+
+
+if not _driver() or not pytest.importorskip("torch").cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
+
+import torch  # noqa: E402
 
 from hixl_async import RangeError  # noqa: E402
 from hixl_async.testing import EnginePair, engine_pair  # noqa: E402
+
+pytestmark = pytest.mark.torch
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from hixl_async.kv.ready import predicate
 from hixl_async.testing import engine_pair, until
 from tests.hixlsim.build import build
 
+pytestmark = pytest.mark.torch
+
 # Brought by the fixture, so that a run of other tests does not load torch.
 torch: Any
 Event: Any

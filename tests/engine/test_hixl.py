@@ -324,7 +324,7 @@ async def test_hardware_that_fails_costs_one_transfer(
     await pair.left.write(here, remote)
     simulate("FAULTS", "transfer@1")
     with pytest.raises((PeerLostError, TransferTimeoutError)) as caught:
-        await pair.left.write(here, remote, timeout=1.0)
+        await pair.left.write(here, remote, timeout=0.3)
     assert caught.value.retryable
     simulate("FAULTS", "")
     await pair.left.write(here, remote)

@@ -232,7 +232,7 @@ async def test_close_leaks_memory_that_a_driver_still_holds_with_a_warning() -> 
         from hixl_async.engine import engine
         from hixl_async.testing import FaultPlan, engine_pair, faulty
 
-        engine.LINGER = 0.3
+        engine.LINGER = 0.1
 
         async def main():
             heard = []

@@ -189,7 +189,7 @@ async def test_a_link_that_does_not_come_up_in_time_is_left_out(where: str, capl
     plan = FaultPlan(1).hold(verb="connect", nth=1)
     left, right = (two(plan), two(FaultPlan(1))) if where == "left" else (two(FaultPlan(1)), two(plan))
     with caplog.at_level(logging.WARNING, "hixl_async"):
-        async with engine_pair(left, other=right, connect_timeout=2.0) as pair:
+        async with engine_pair(left, other=right, connect_timeout=1.0) as pair:
             assert pair.peer.drivers == pair.back.drivers == ("shm",)
             await works(pair)
             plan.release()

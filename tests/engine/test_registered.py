@@ -135,6 +135,7 @@ async def test_read_only_memory_may_only_be_read(pair: EnginePair, buffer: Any) 
     del target
 
 
+@pytest.mark.torch
 async def test_torch_tensors(pair: EnginePair) -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.arange(16, dtype=torch.bfloat16).reshape(4, 4)
@@ -154,6 +155,7 @@ async def test_torch_tensors(pair: EnginePair) -> None:
     del region
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("wrong", ["transposed", "meta", "conj", "neg"])
 async def test_unusable_torch_tensors(pair: EnginePair, wrong: str) -> None:
     torch = pytest.importorskip("torch")

@@ -15,7 +15,7 @@ DEFAULTS = {"AICPU": 1, "SEED": 1, "HEARTBEAT_MS": 10000, "SILENCE_MS": 120000, 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Compile before the first test, because that may take longer than a test may."""
-    if any(Path(__file__).parent in item.path.parents for item in items):
+    if any(item.path.parent == Path(__file__).parent for item in items):
         build()
 
 

@@ -101,6 +101,7 @@ def test_dtypes_of_array_libraries(dtype: object, name: str) -> None:
     assert Layout(1, 1, 1, dtype, 1).dtype == name
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "half", "int8", "float8_e4m3fn"])
 def test_dtypes_of_torch(name: str) -> None:
     torch = pytest.importorskip("torch")

@@ -500,7 +500,7 @@ async def test_a_faulty_engine_speaks_with_a_plain_one_both_ways(world: World) -
 
 async def test_close_with_everything_in_flight() -> None:
     plan = FaultPlan(5).delay(0, 0.02, chance=0.5).hold(every=7).pending(chance=0.3).reorder(3, 0.01, chance=0.3)
-    async with engine_pair(drivers=faulty("shm", plan), close_timeout=1.0) as pair:
+    async with engine_pair(drivers=faulty("shm", plan), close_timeout=0.3) as pair:
         _, remote = await pair.region()
         transfers = [pair.left.write(b"x" * 100, remote[100 * i : 100 * i + 100]) for i in range(100)]
         await asyncio.sleep(0.005)
