@@ -527,7 +527,7 @@ async def test_what_messages_say(world: World) -> None:
         ),
         (lambda: Batch("write", local, remote, [(0, 0, 1), (0, 0, -1)]), r"rows must be .*, not \(0, 0, -1\)$"),
         (lambda: Batch("write", local, remote, 7), "rows must be .*, not 7$"),
-        (lambda: Batch("write", [(1, 2, 3, 4)]), r"parts must be .*, not \[\(1, 2, 3, 4\)\]$"),
+        (lambda: Batch("write", [(1, 2, 3, 4)]), r"parts must be .*, not \(1, 2, 3, 4\)$"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             call()
