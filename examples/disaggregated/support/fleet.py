@@ -119,7 +119,7 @@ class Fleet:
             for task in (all_or_error, *answers.values()):
                 task.cancel()
         errors = {name: answer.exception() for name, answer in answers.items() if answer.done()}
-        failures = {name: f"{type(error).__name__}: {error}" for name, error in errors.items() if error}
+        failures = {name: _state(error) for name, error in errors.items() if error}
         if failures or self._ended():
             # One process's report of another's failure should not stand alone.
             silent = {name: f"Silent: {Silent(looks)}" for name, looks in self._silence.items() if looks >= NOTICE}
@@ -247,6 +247,12 @@ async def _comes(what: asyncio.Task[Any], within: int, look: Callable[[int], Non
             return True
         look(looks)
     return False
+
+
+def _state(error: BaseException) -> str:
+    """Return the class and the text of an error; the text of a process's own error has the class already."""
+    own = isinstance(error, hx.RemoteError) and error.remote_class != "RemoteError"
+    return str(error) if own else f"{type(error).__name__}: {error}"
 
 
 def _describe(code: int) -> str:
