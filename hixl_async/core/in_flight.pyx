@@ -326,7 +326,7 @@ cdef class InFlightTable(CoreBase):
         cdef Link link = transfer.link
         if transfer.control:
             return refusal(link.driver, transfer.op.status, transfer.op.native, link.what, link)
-        what = f"{transfer._describe()} failed, the contents of its target are undefined"
+        what = f"{transfer._describe()} failed, {transfer._aftermath()}"
         return failure(link, transfer.op.status, transfer.op.native, what, row)
 
     cdef int _settle_all(self) except -1:

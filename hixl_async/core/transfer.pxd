@@ -75,6 +75,7 @@ cdef class Transfer:
     cdef bint _abandonable(self) noexcept
     cdef object _failure(self)
     cdef str _describe(self)
+    cdef str _aftermath(self)
     cdef object _failed_row(self)
 
 

@@ -93,9 +93,16 @@ cdef class Transfer:
 
     cdef str _describe(self):
         """Return a text for the operation, without its state."""
+        if not self.control and self.batch.n == 0:
+            what = "notification" if self.batch.topic != NULL else "signal"
+            return what + (f" to {self.link.peer!r}" if self.link is not None else "")
         what = "control" if self.control else "write" if self.batch.verb == HXA_WRITE else "read"
         peer = f" {'to' if self.batch.verb == HXA_WRITE else 'from'} {self.link.peer!r}" if self.link is not None else ""
         return f"{what}{peer} of {self.batch.bytes} bytes"
+
+    cdef str _aftermath(self):
+        """Return a text for what is not known after its failure."""
+        return "the contents of its target are undefined" if self.batch.n or self.batch.signal != NULL else "it may not arrive"
 
     # -- future protocol: https://docs.python.org/3/library/asyncio-extending.html and Lib/asyncio/futures.py
 
@@ -364,8 +371,8 @@ cdef class Transfer:
         cdef bint stopped = False
         if self.outcome == ACTIVE:
             exc = errors.TransferTimeoutError(
-                f"{self._describe()} {why}; the contents of its target are undefined, await transfer.drained() before reusing "
-                "memory",
+                f"{self._describe()} {why}; {self._aftermath()}"
+                + (", await transfer.drained() before reusing memory" if self.batch.n else ""),
                 peer=self.link.peer if self.link is not None else None,
             )
             self._resolve(FAILED, exc)

@@ -203,7 +203,7 @@ static const char *shm_error_text(int32_t status, int32_t native) {
         [HXA_E_RIGHTS] = "the memory's rights forbid it",
         [HXA_E_UNSUPPORTED] = "the shm driver cannot do that",
         [HXA_E_NOMEM] = "memory, descriptors, threads or address space ran out",
-        [HXA_E_BUSY] = "too many notifications wait for the peer to read, or a fence is already under way",
+        [HXA_E_BUSY] = "too many notifications wait for the peer to read them",
         [HXA_E_LINK] = "the link is down",
         [HXA_E_CANCELLED] = "cancelled before all of it was done",
         [HXA_E_TIMEOUT] = "timed out",

@@ -47,6 +47,9 @@ GOODBYE_GRACE = 0.25
 #: kernel frees the memory of a process before it reports the death, which took 0.2 s for each GiB when measured.
 DEATH_GRACE = 1.0
 
+#: Seconds that closing waits for drivers after its time to release memory that they were told to release.
+STOP_GRACE = 0.5
+
 #: Messages that may carry descriptors.
 CARRIERS = ("link", "region.metadata")
 
@@ -79,7 +82,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         self._loop = host.core.loop
         self._dialled_at: set[Address] = set()  # where `connect` finds it
         self._session = Session(connection, self._loop, host.check, host.spawn, self._lose)
-        self._links = Links(self._session, cookie, self._say_ready, self._come_up, self._explain, self._expects_death)
+        self._links = Links(self._session, cookie, self._say_ready, self._come_up, self._explain, self._cause_awaited)
         self._rpc = Rpc(self._session, self._handler)
         self._exports = Exports(
             self._session,
@@ -93,7 +96,8 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         self._signal_callbacks: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[HixlError], None]] = []
         self._ending: asyncio.Task[None] | None = None
-        self._dying: asyncio.TimerHandle | None = None  # the end of the wait for the death that the kernel announced
+        self._dying: asyncio.TimerHandle | None = None  # the end of the wait for a death
+        self._awaits_goodbye = False
         # Ours from here on, because it is watched for longer than the connection lives.
         pidfd, connection.pidfd = connection.pidfd, None
         pid = connection.credentials.pid if connection.credentials is not None else 0
@@ -470,8 +474,12 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         error.confirmed_dead = True
         return error
 
+    def _cause_awaited(self) -> bool:
+        """Return True while the goodbye or the death that explains the end of a link may still come."""
+        return self._awaits_goodbye or self._expects_death()
+
     def _expects_death(self) -> bool:
-        """Return True while the kernel ends the peer's process, for `DEATH_GRACE` at most; there is no new work then.
+        """Return True while the peer's process seems to be ending, for `DEATH_GRACE` at most; there is no new work then.
 
         Otherwise the cause of the loss would depend on which is seen first, the end of its sockets or that of the process.
         """
@@ -479,8 +487,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             if self.state not in (PeerState.UP, PeerState.CLOSING) or self._process.is_ending is False:
                 return False
             error = PeerDownError(f"the process of peer {self.name!r} is ending", peer=self.name)
-            if self.state is PeerState.UP:
-                self._begin_closing(error)
+            self._begin_closing(error)
             self._dying = self._loop.call_later(DEATH_GRACE, self._lose, error)
         return self.state is not PeerState.DOWN
 
@@ -490,11 +497,22 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         if self._session.has(Mark.GOODBYE):
             return
         self._process.check()  # whose end is the cause, then
-        if not self.confirmed_dead and not self._expects_death():
-            self._lose(PeerDownError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name))
+        broken = PeerDownError(f"the connection to peer {self.name!r} broke: {error}", peer=self.name)
+        if self.state not in (PeerState.UP, PeerState.CLOSING) or not self._process.may_be_reported:
+            self._lose(broken)
+        elif not self._expects_death():
+            # A program that ends without closing its engine closes its sockets some time before its process ends.
+            self._begin_closing(broken)
+            self._dying = self._loop.call_later(GOODBYE_GRACE, self._outlived, broken)
+
+    def _outlived(self, error: PeerDownError) -> None:
+        """Handle that the peer's process has outlived its connection, unless it is ending by now."""
+        self._dying = None
+        if not self._expects_death():
+            self._lose(error)
 
     def _link_down(self, driver: Driver, text: str) -> None:
-        error = PeerDownError(f"the link to peer {self.name!r} broke: {text}", peer=self.name)
+        error = PeerDownError(f"the link to peer {self.name!r} ended: {text}", peer=self.name)
         if self.state is PeerState.CONNECTING:
             self._links.do_without(driver.name, error)
             return
@@ -506,6 +524,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             link.unwatch()
         elif self.state is PeerState.UP:
             self._begin_closing(error)
+            self._awaits_goodbye = True
             self._end(self._part(error, text))
 
     def _on_link_down(self, message: Incoming) -> None:
@@ -542,8 +561,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
     def _close(self) -> asyncio.Task[None]:
         self._host.check()
         error = ClosedError(f"the connection to {self.name!r} was closed here", peer=self.name)
-        if self.state is PeerState.UP:
-            self._begin_closing(error)
+        self._begin_closing(error)
         return self._end(self._leave(error))
 
     def _end(self, how: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -555,8 +573,10 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         return self._ending
 
     def _begin_closing(self, cause: HixlError) -> None:
-        self._session.change(PeerState.CLOSING, cause)
-        self._links.refuse()
+        """Accept no new work from here on; no effect unless the peer is up."""
+        if self.state is PeerState.UP:
+            self._session.change(PeerState.CLOSING, cause)
+            self._links.refuse()
 
     async def _leave(self, error: ClosedError) -> None:
         """End the connection because we leave."""
@@ -564,7 +584,13 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             close_timeout = self._host.config.close_timeout
             until = self._loop.time() + close_timeout
             await self._links.drain(until)
-            await self._say_goodbye()
+            goodbye = self._host.spawn(self._say_goodbye())
+            await asyncio.wait([goodbye], timeout=max(0, until - self._loop.time()) + STOP_GRACE)
+            if not goodbye.done():
+                logger.warning("peer %r: a driver still uses memory of ours after %g s", self.name, close_timeout)
+                self._go_down(error)
+                self._host.spawn(self._wind_down_after(goodbye))
+                return
             await self._session.until(Mark.GOODBYE | Mark.DOWN, max(0, until - self._loop.time()))
             if not self._session.has(Mark.GOODBYE | Mark.DOWN):
                 logger.warning("peer %r did not say goodbye within %g s", self.name, close_timeout)
@@ -586,9 +612,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             session.tell("link.down", {"text": broken[:FAILURE_LIMIT]})
         # First, because our side of the links may take long to stop, and no caller should wait for that.
         self._go_down(error)
-        await self._links.stop()
-        with contextlib.suppress(PeerDownError):
-            session.send("goodbye", {})
+        await self._say_goodbye()
         # A broken link alone does not keep the peer from saying goodbye.
         await session.until(Mark.FENCED | Mark.CUT, self._host.config.close_timeout)
         await self._wind_down()
@@ -596,7 +620,8 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
     async def _say_goodbye(self) -> None:
         """Stop our links, and tell the peer that nothing of ours will touch its memory again."""
         await self._links.stop()
-        self._session.tell("goodbye", {})
+        with contextlib.suppress(PeerDownError):
+            self._session.send("goodbye", {})
 
     def _on_goodbye(self, message: Incoming) -> None:
         """Handle the peer's goodbye: it has drained its work and leaves."""
@@ -604,8 +629,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             self._session.mark(Mark.GOODBYE)
         if self.state in (PeerState.UP, PeerState.CLOSING):
             error = PeerDownError(f"peer {self.name!r} left", peer=self.name)
-            if self.state is PeerState.UP:
-                self._begin_closing(error)
+            self._begin_closing(error)
             self._end(self._part(error))
         self._become_harmless()
 
@@ -630,6 +654,10 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         if not self._exports:
             self._become_harmless()
         self._tell_lost()
+
+    async def _wind_down_after(self, goodbye: asyncio.Task[None]) -> None:
+        await goodbye
+        await self._wind_down()
 
     async def _wind_down(self) -> None:
         """Free the links and close the connection when none of our threads works for them."""

@@ -38,6 +38,11 @@ class ProcessWatch:
         """True if the kernel is ending the process, so that its end will be reported; None if it cannot tell."""
         return False if self._pidfd is None else is_ending(self._pid)
 
+    @property
+    def may_be_reported(self) -> bool:
+        """True if the kernel will report the end of the process, and it is not our own."""
+        return self._pidfd is not None and self._pid != os.getpid()
+
     def check(self) -> None:
         """Report the end now if the loop has not seen it yet."""
         if self.has_ended:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
+from .. import errors
 from ..control import Incoming
 from ..errors import (
     AccessError,
@@ -58,6 +59,10 @@ CROSSING: dict[str, tuple[type[HixlError], ...]] = {
     ANSWER: (InvalidArgumentError, RangeError, AccessError, BusyError, TicketError, LayoutMismatchError),
     "region.metadata": (AccessError, BusyError, DriverError, NoRouteError, StaleRegionError),
 }
+
+
+#: What a handler may raise beside an Exception without ending the program.
+UNUSUAL = (asyncio.CancelledError, GeneratorExit)
 
 
 class _Waiting(NamedTuple):
@@ -180,7 +185,7 @@ class Rpc:
             answer = handler(request)
         except HixlError as error:
             self.fail(call, error)
-        except Exception as error:
+        except (Exception, *UNUSUAL) as error:
             self._broken_handler(call, service, error)
         else:
             if inspect.isawaitable(answer):
@@ -209,7 +214,7 @@ class Rpc:
             raise
         except HixlError as error:
             self.fail(call, error)
-        except Exception as error:
+        except (Exception, *UNUSUAL) as error:
             self._broken_handler(call, service, error)
         else:
             self._reply(call, service, body)
@@ -227,13 +232,26 @@ class Rpc:
     def fail(self, call: int | None, error: HixlError) -> None:
         """Tell the peer why its request has no answer."""
         if call is not None:
-            text = str(error).encode(errors="replace")[:FAILURE_BYTES].decode(errors="ignore")
-            self._session.tell("failure", {"call": call, "error": type(error).__name__, "message": text})
+            text = _text(error).encode(errors="replace")[:FAILURE_BYTES].decode(errors="ignore")
+            self._session.tell("failure", {"call": call, "error": _class_name(error), "message": text})
 
-    def _broken_handler(self, call: int | None, service: str, error: Exception, reason: str = "") -> None:
+    def _broken_handler(self, call: int | None, service: str, error: BaseException, reason: str = "") -> None:
         """Report the error of our own handler, of which the peer learns no more than `reason`."""
         self._loop.call_exception_handler({"message": f"the handler of {service!r} failed", "exception": error})
         self.fail(call, RemoteError(f"the handler of {service!r} failed at the peer{reason}"))
+
+
+def _text(error: HixlError) -> str:
+    """Return the text of an error, whose class may be the program's."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"its text cannot be had, because {type(failure).__name__} was raised"
+
+
+def _class_name(error: HixlError) -> str:
+    """Return the name of an error's class; of a class of the program, that of its nearest base in this package."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
 
 
 def _failure(name: str, text: str, kind: str, peer: str) -> HixlError:
@@ -243,9 +261,9 @@ def _failure(name: str, text: str, kind: str, peer: str) -> HixlError:
     :param text: the error's message.
     :param kind: the kind of the answer that the failure takes the place of.
     """
-    for crossing in CROSSING[kind]:
-        if name == crossing.__name__:
-            return crossing(text, peer=peer)
+    known = getattr(errors, name, None)
+    if isinstance(known, type) and issubclass(known, CROSSING[kind]):
+        return known(text, peer=peer)
     error = RemoteError(text if name == RemoteError.__name__ else f"{name}: {text}", peer=peer)
     error.remote_class = name
     return error

@@ -137,7 +137,7 @@ async def test_a_link_that_ends_without_goodbye(engine: Engine) -> None:
         with pytest.raises(HixlError):
             engine.notify(peer, "t", b"x")
         await until(lambda: peer.state is PeerState.DOWN)
-        with pytest.raises(PeerDownError, match="the link to peer 'puppet' broke"):
+        with pytest.raises(PeerDownError, match="the link to peer 'puppet' ended"):
             await peer.request("hixl.ping", {})
 
 
@@ -170,6 +170,26 @@ async def test_a_link_that_breaks_on_one_side_only() -> None:
         await transfer.drained()
         await pair.back.fenced()
         await until(lambda: region.pins == 0)
+
+
+async def test_closing_a_peer_does_not_wait_for_a_driver_that_holds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The goodbye is said when the memory is released, because until then the driver may still write."""
+    monkeypatch.setattr("hixl_async.engine.peer.STOP_GRACE", 0.05)
+    plan = FaultPlan(seed=1).late(verb="write")
+    async with engine_pair(drivers=faulty("shm", plan), close_timeout=0.1) as pair:
+        region, remote = await pair.region()
+        transfer = pair.left.write(b"12345678", remote[0:8])
+        async with asyncio.timeout(5):
+            await pair.peer.aclose()
+        assert pair.peer.state is PeerState.DOWN
+        assert isinstance(transfer.exception(), PeerLostError)
+        assert not transfer.drained().done()
+        assert region.pins == 1
+        plan.release()
+        await transfer.drained()
+        await pair.back.fenced()
+        await until(lambda: region.pins == 0)
+        await until(lambda: pair.left.stats().peers == 0)
 
 
 async def test_a_goodbye_that_follows_its_link_explains_it(engine: Engine) -> None:

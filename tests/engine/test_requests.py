@@ -13,6 +13,7 @@ from passes import settle
 from puppet import puppet
 
 from hixl_async import (
+    BufferTypeError,
     BusyError,
     ClosedError,
     Engine,
@@ -25,6 +26,7 @@ from hixl_async import (
     RemoteError,
     RequestLostError,
     RequestTimeoutError,
+    TransferError,
     errors,
 )
 from hixl_async.control import Incoming
@@ -87,10 +89,63 @@ async def test_errors_that_refuse_the_request_reach_the_caller_with_their_type(p
     assert await pair.peer.request("hixl.ping", {"still": "up"}) == {"still": "up"}
 
 
+class Quota(BusyError):
+    """An error of the program's own."""
+
+
+class Unprintable(BusyError):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+class NoText(BusyError):
+    def __str__(self) -> str:
+        return 7  # type: ignore[return-value]
+
+
+Impostor = type("BusyError", (TransferError,), {})
+
+#: What a handler raises, and what its caller gets.
+UNUSUAL_ERRORS = [
+    (Quota("too many tokens"), BusyError, "^too many tokens$"),
+    (Unprintable("x"), BusyError, "its text cannot be had, because ZeroDivisionError was raised"),
+    (NoText("x"), BusyError, "its text cannot be had, because TypeError was raised"),
+    (Impostor("x"), RemoteError, "^TransferError: x$"),
+    (BufferTypeError("no bytes"), BufferTypeError, "^no bytes$"),
+    (GeneratorExit(), RemoteError, "the handler of 'fail(-later)?' failed at the peer"),
+    (asyncio.CancelledError(), RemoteError, "the handler of 'fail(-later)?' (failed|was cancelled) at the peer"),
+]
+
+
+@pytest.mark.parametrize(("error", "kind", "text"), UNUSUAL_ERRORS, ids=lambda value: getattr(value, "__name__", None))
+async def test_unusual_errors(
+    pair: EnginePair, loop_errors: list[dict[str, Any]], error: BaseException, kind: type[HixlError], text: str
+) -> None:
+    """The caller is answered, and the connection goes on."""
+
+    def fail(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+        raise error
+
+    async def fail_later(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        raise error
+
+    pair.right.serve("fail", fail)
+    pair.right.serve("fail-later", fail_later)
+    for service in ("fail", "fail-later"):
+        with pytest.raises(kind, match=text) as caught:
+            await pair.peer.request(service, {}, timeout=5)
+        assert type(caught.value) is kind
+    assert await pair.peer.request("hixl.ping", {"still": "up"}) == {"still": "up"}
+    loop_errors.clear()
+
+
 async def test_errors_of_the_handlers_own_work_are_remote_errors(pair: EnginePair) -> None:
     """Under their own class they would say of this request what is only true at the peer: say, that this peer is down."""
     _serve_failures(pair.right)
-    for name in set(errors.__all__) - {kind.__name__ for kind in CROSSING[ANSWER]}:
+    for name in errors.__all__:
+        if issubclass(getattr(errors, name), CROSSING[ANSWER]):
+            continue
         for service in ("fail", "fail-later"):
             with pytest.raises(RefusedError, match="layer 7") as caught:
                 await pair.peer.request(service, {"error": name})
