@@ -145,7 +145,8 @@ async def test_c8_a_drain_is_capped(world: World) -> None:
     await asyncio.gather(*transfers)
     ticker.stop()
     assert len(at) == n
-    assert at[-1] - at[0] >= n // 256 - 1, "the loop served no other task meanwhile"
+    # uvloop runs what a reader has scheduled in the same pass, so that two drains of 256 may fall into one.
+    assert at[-1] - at[0] >= n // (2 * 256) - 1, "the loop served no other task meanwhile"
     assert max(at.count(turn) for turn in set(at)) <= 2 * 256
 
 
