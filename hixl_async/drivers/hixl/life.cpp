@@ -19,7 +19,7 @@ namespace {
 
 constexpr int PORTS_TO_TRY = 8;
 
-// Empty, or why HIXL could not listen: its own answer is only FAILED.
+// Return why HIXL could not listen, or an empty string: its own answer is only FAILED.
 std::string listen_problem(const Options &options) {
     uint16_t port = options.port;
     const int error = probe_address(options.ip, port);
@@ -29,7 +29,7 @@ std::string listen_problem(const Options &options) {
                 address_text(options.ip, options.port).c_str(), std::strerror(error));
 }
 
-// As much of it as there is room for.
+// Copy `from` to `to`, cut where its `size` bytes end, with a final zero.
 void copy_text(const std::string &from, char *to, size_t size) {
     if (size == 0) return;
     const size_t n = from.size() < size ? from.size() : size - 1;
