@@ -62,7 +62,7 @@ Outcome initialize_hixl(hxa_instance &self) {
     return outcome;
 }
 
-// Only one of the back-ends answers the batch query, so that its answer has the last word.
+// Only one of the back-ends answers the batch query, so that its answer decides.
 void settle_backend(hxa_instance &self, const std::string &npu, uint32_t answer) {
     const std::string &chosen_by = self.options.chosen_by;
     self.backend = self.options.backend_on(npu);
@@ -148,7 +148,7 @@ void start(hxa_instance &self, hxa_op *op) {
 
 // ---- the end --------------------------------------------------------------------------------------------------------
 
-// The life strand's duty, once shutdown was asked for: Finalize, when no other call runs any more.
+// The life strand's work after a call of shutdown: Finalize, when no other call runs any more.
 uint64_t end_instance(hxa_instance &self, uint64_t now) {
     if (!self.ending || self.over) return NEVER;
     if (self.started != 0) {

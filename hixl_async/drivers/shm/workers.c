@@ -73,7 +73,7 @@ static hxa_op *pick(shm_pool *pool, int small, uint64_t *now) {
     return NULL;
 }
 
-/* Why no further chunk of the op may start, or 0. */
+/* Return the status that keeps further chunks of the op from starting, or 0. */
 static int32_t verdict(hxa_op *op) {
     const shm_job *job = shm_job_of(op);
     if (shm_load_sc(&job->state) & SHM_CANCELLED) return HXA_E_CANCELLED;
@@ -183,7 +183,7 @@ static int account(shm_pool *pool, hxa_op *op, const shm_outcome *out) {
     return job->in_flight == 0 && !job->queued;
 }
 
-/* All chunks of the op are joined: its signal, its notification, its end.  op->status tells whether the data arrived. */
+/* All chunks of the op are joined: its signal, its notification, its end.  op->status says whether the data arrived. */
 static void landed(hxa_op *op) {
     shm_job *job = shm_job_of(op);
     hxa_link *link = job->link;
