@@ -31,7 +31,7 @@ The class of an error tells what happened to the memory of transfers: there are 
     │   ├── TicketError                   a KV stream's ticket is unknown, used, expired or not for this peer
     │   └── LayoutMismatchError           (ValueError) the two sides' KV layouts differ
     └── TransferError                     accepted work failed: the target's contents are undefined until drained
-        ├── PeerLostError                 (ConnectionError) the peer went down with the transfer in flight
+        ├── PeerLostError                 (ConnectionError) the peer went down, or was closed here, with the transfer in flight
         ├── TransferTimeoutError          (TimeoutError) no progress, or the timeout passed
         └── StreamAbortedError            a KV stream ended without all of its layers
 
@@ -290,7 +290,7 @@ class TransferError(HixlError):
 
 
 class PeerLostError(TransferError, ConnectionError):
-    """The peer went down with the transfer in flight; the message says why, as far as it is known."""
+    """The peer went down, or was closed here, with the transfer in flight; the message says why, as far as it is known."""
 
     code = "peer-lost"
     retryable = True

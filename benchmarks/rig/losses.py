@@ -23,7 +23,7 @@ MEASURES = {
 
 
 def losses(reports: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each work, and for each measure of the sweep, in which a competitor had the better median."""
+    """Yield a line for each workload, and for each measure of the sweep, in which a competitor had the better median."""
     yield from _works(reports.get("side_by_side", {}).get("series", ()))
     yield from _sweep(reports.get("sweep", {}).get("cases", ()))
 

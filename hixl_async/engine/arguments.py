@@ -8,10 +8,21 @@ from operator import index
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["number_of", "positive_seconds", "require_callable", "require_service", "whole_number"]
+__all__ = [
+    "number_of",
+    "positive_number",
+    "positive_seconds",
+    "require_callable",
+    "require_service",
+    "seconds_or_zero",
+    "whole_number",
+]
 
 #: The most characters of the name of a service.
 SERVICE_CHARACTERS = 512
+
+#: The longest integers that messages show; Python refuses to print some that are longer.
+PRINTABLE_BITS = 1024
 
 
 def require_callable(name: str, value: object) -> None:
@@ -50,15 +61,36 @@ def positive_seconds(name: str, value: object) -> float:
     raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {value!r}")
 
 
+def seconds_or_zero(name: str, value: object) -> float:
+    """Return `value` as a float if it is 0, or a positive, finite number of seconds.
+
+    :raises InvalidArgumentError: if it is neither; the message contains `name`.
+    """
+    if isinstance(value, Real) and not isinstance(value, bool) and value == 0:
+        return 0.0
+    return positive_seconds(name, value)
+
+
 def whole_number(name: str, value: object) -> int:
     """Return `value` as an int; integers of other libraries are accepted, True and False are not.
 
-    :raises InvalidArgumentError: if it is not a whole number; the message contains `name`.
+    :raises InvalidArgumentError: if it is not a whole number, or too long to be printed; the message contains `name`.
     """
-    if not isinstance(value, bool):
-        with suppress(TypeError):
-            return index(value)  # type: ignore[arg-type]
-    raise InvalidArgumentError(f"{name} must be a whole number, not {value!r}")
+    number = _integer(name, value)
+    if number.bit_length() <= PRINTABLE_BITS:
+        return number
+    raise InvalidArgumentError(f"{name} must be a whole number of at most {PRINTABLE_BITS} bits")
+
+
+def positive_number(name: str, value: object) -> int:
+    """Return `value` as an int if it is a whole number of at least 1.
+
+    :raises InvalidArgumentError: if it is not, or too long to be printed; the message contains `name`.
+    """
+    with suppress(InvalidArgumentError):
+        if (number := whole_number(name, value)) >= 1:
+            return number
+    raise InvalidArgumentError(f"{name} must be a positive integer, not {_shown(value)}")
 
 
 def number_of(unit: str, name: str, value: object, least: int, bits: int) -> int:
@@ -66,8 +98,20 @@ def number_of(unit: str, name: str, value: object, least: int, bits: int) -> int
 
     :raises InvalidArgumentError: if it is not a whole number, or outside of the range; the message contains `name`.
     """
-    number = whole_number(name, value)
+    number = _integer(name, value)
     if least <= number < 1 << bits:
         return number
-    shown = str(number) if number.bit_length() <= 1024 else "one of many more digits"  # Python prints no longer ones
-    raise InvalidArgumentError(f"{name} must be a number of {unit} in {least}..2**{bits}-1, not {shown}")
+    raise InvalidArgumentError(f"{name} must be a number of {unit} in {least}..2**{bits}-1, not {_shown(number)}")
+
+
+def _integer(name: str, value: object) -> int:
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return index(value)  # type: ignore[arg-type]
+    raise InvalidArgumentError(f"{name} must be a whole number, not {value!r}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > PRINTABLE_BITS:
+        return "one of many more digits"
+    return repr(value)

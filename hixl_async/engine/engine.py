@@ -148,6 +148,8 @@ class Engine(Core):
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_closing"):  # the last attribute that `__init__` sets
+            return "<Engine, not initialised>"
         where = f" at {self.address}" if self._listener is not None and self.address else ""
         return f"<Engine {self.config.name!r}{where}{' closed' if self.closed else ''}>"
 

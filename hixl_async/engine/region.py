@@ -22,6 +22,9 @@ __all__ = ["MAX_NAME", "Operand", "Region", "RemoteRegion", "operand", "parse_ac
 #: The most bytes of a region's name.
 MAX_NAME = 256
 
+#: What numpy and torch raise for a dtype or a shape that they do not know, or that memory does not fit.
+MISFITS = (TypeError, ValueError, OverflowError, SyntaxError, RuntimeError)
+
 
 def parse_access(value: AccessLike) -> Access:
     """Return the `Access` for a word, and raise this package's error if there is none.
@@ -125,12 +128,19 @@ class Region(Sealed, LocalMemory, maker="engine.allocate() and engine.register()
         :param dtype: any numpy dtype.
         :param shape: the shape of the array, in elements; default: one dimension.
         :return: the array; it keeps the memory mapped.
-        :raises ValueError: if the size of the region does not fit `dtype` and `shape`.
+        :raises InvalidArgumentError: if numpy has no such dtype or shape, or the size of the region does not fit them.
         """
         import numpy
 
-        array: numpy.ndarray[Any, Any] = numpy.frombuffer(memoryview(self), dtype)
-        return array if shape is None else array.reshape(shape)
+        view = memoryview(self)
+        try:
+            array: numpy.ndarray[Any, Any] = numpy.frombuffer(view, dtype)
+        except MISFITS as error:
+            raise InvalidArgumentError(f"{self!r} is no array of dtype {dtype!r}: {error}") from error
+        try:
+            return array if shape is None else array.reshape(shape)
+        except MISFITS as error:
+            raise InvalidArgumentError(f"{self!r} cannot have shape {shape!r} of dtype {dtype!r}: {error}") from error
 
     def torch(self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """Return the memory as a torch tensor on the CPU, without a copy.
@@ -138,13 +148,19 @@ class Region(Sealed, LocalMemory, maker="engine.allocate() and engine.register()
         :param dtype: a torch dtype; default ``torch.uint8``.
         :param shape: the shape of the tensor, in elements; default: one dimension.
         :return: the tensor; it keeps the memory mapped.
-        :raises ValueError: if the size of the region does not fit `dtype`.
-        :raises RuntimeError: if the size of the region does not fit `shape`.
+        :raises InvalidArgumentError: if torch has no such dtype or shape, or the size of the region does not fit them.
         """
         import torch
 
-        tensor = torch.frombuffer(self, dtype=dtype or torch.uint8)
-        return tensor if shape is None else tensor.reshape(shape)
+        view = memoryview(self)
+        try:
+            tensor = torch.frombuffer(view, dtype=torch.uint8 if dtype is None else dtype)
+        except MISFITS as error:
+            raise InvalidArgumentError(f"{self!r} is no tensor of dtype {dtype!r}: {error}") from error
+        try:
+            return tensor if shape is None else tensor.reshape(shape)
+        except MISFITS as error:
+            raise InvalidArgumentError(f"{self!r} cannot have shape {shape!r} of dtype {dtype!r}: {error}") from error
 
     def revoke(self) -> None:
         """Withdraw the region without waiting: no new work may use it, and its name is free.  Idempotent.

@@ -98,6 +98,7 @@ class Blocks(Sealed, maker="pool.reserve()"):
         :raises InvalidArgumentError: if the times are given again after the first call, or are not positive.
         :raises AccessError: if the pool's ``access`` does not let peers write.
         :raises ClosedError: if the blocks or the pool are closed.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
         return self._grant(ttl, stall, timeout).ticket.body()
 
@@ -109,6 +110,7 @@ class Blocks(Sealed, maker="pool.reserve()"):
         :return: the stream, to iterate or to wait on.
         :raises AccessError: if the pool's ``access`` does not let peers write.
         :raises ClosedError: if the blocks or the pool are closed.
+        :raises WrongLoopError: if called outside of the engine's event loop.
         """
         consumer = self._grant(None, None, None)
         stream = self._stream() if self._stream is not None else None
@@ -118,8 +120,8 @@ class Blocks(Sealed, maker="pool.reserve()"):
         return stream
 
     def _grant(self, ttl: float | None, stall: float | None, timeout: float | None) -> Consumer:
+        self._lease.context.check_usable()
         self._lease.check_open()
-        context = self._lease.context
         if self._consumer is None:
             self._consumer = self._grant_ticket(
                 self._lease,
@@ -127,9 +129,7 @@ class Blocks(Sealed, maker="pool.reserve()"):
                 STALL if stall is None else positive_seconds("stall", stall),
                 None if timeout is None else positive_seconds("timeout", timeout),
             )
-        elif context.closed:
-            raise ClosedError(f"pool {context.name!r} is closed")
-        elif (ttl, stall, timeout) != (None, None, None):
+        elif any(time is not None for time in (ttl, stall, timeout)):
             raise InvalidArgumentError("ttl, stall and timeout are fixed by the first call of ticket() or stream()")
         return self._consumer
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..engine.arguments import positive_number
 from ..errors import InvalidArgumentError, RangeError
 
 __all__ = ["Layout"]
@@ -80,7 +81,7 @@ class Layout:
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: object, block_tokens: int) -> None:
         numbers = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "block_tokens": block_tokens}
         for name, value in numbers.items():
-            object.__setattr__(self, name, _positive(name, value))
+            object.__setattr__(self, name, positive_number(name, value))
         object.__setattr__(self, "dtype", _element_type(dtype))
 
     @property
@@ -97,13 +98,15 @@ class Layout:
         """Return the bytes of one layer, keys and values together.
 
         :param blocks: the size of the pool in blocks.
+        :raises InvalidArgumentError: if `blocks` is not a positive integer.
         """
-        return 2 * blocks * self.block_bytes
+        return 2 * positive_number("blocks", blocks) * self.block_bytes
 
     def pool_bytes(self, blocks: int) -> int:
         """Return the bytes of a pool.
 
         :param blocks: the size of the pool in blocks.
+        :raises InvalidArgumentError: if `blocks` is not a positive integer.
         """
         return self.layers * self.layer_bytes(blocks)
 
@@ -112,8 +115,9 @@ class Layout:
 
         :param blocks: the size of the pool in blocks.
         :return: ``(layers, 2, blocks, block_tokens, kv_heads, head_dim)``.
+        :raises InvalidArgumentError: if `blocks` is not a positive integer.
         """
-        return (self.layers, 2, blocks, self.block_tokens, self.kv_heads, self.head_dim)
+        return (self.layers, 2, positive_number("blocks", blocks), self.block_tokens, self.kv_heads, self.head_dim)
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that hold some tokens; the last one may be partly used.
@@ -121,7 +125,7 @@ class Layout:
         :param tokens: the number of tokens.
         :raises InvalidArgumentError: if `tokens` is not a positive integer.
         """
-        return -(-_positive("tokens", tokens) // self.block_tokens)
+        return -(-positive_number("tokens", tokens) // self.block_tokens)
 
     def fields(self) -> dict[str, str | int]:
         """Return the fields as a JSON-safe dict, which `from_fields` accepts."""
@@ -147,7 +151,10 @@ class Layout:
         """Return the names of the fields that differ; an empty list if the two sides can stream to each other.
 
         :param other: the layout of the other side.
+        :raises InvalidArgumentError: if `other` is not a layout.
         """
+        if not isinstance(other, Layout):
+            raise InvalidArgumentError(f"other must be a hixl_async.kv.Layout, not {other!r}")
         return [name for name in _FIELDS if getattr(self, name) != getattr(other, name)]
 
     def rows(
@@ -170,16 +177,22 @@ class Layout:
         :param target_pool_blocks: the size of the target pool in blocks.
         :return: a C-contiguous buffer of N x 3 uint64: source offset, target offset, length, in bytes.
         :raises RangeError: if the layer or a block id does not exist, or the two lists are empty or differ in length.
+        :raises InvalidArgumentError: if an argument is not made of whole numbers.
         """
-        if not 0 <= layer < self.layers:
-            raise RangeError(f"layer {layer} does not exist: the layout has {self.layers} layers")
-        if len(source_blocks) != len(target_blocks) or not len(source_blocks):
-            raise RangeError(
-                f"there must be as many source as target blocks, and at least one, not {len(source_blocks)} and "
-                f"{len(target_blocks)}"
-            )
-        _check_ids("source", source_blocks, source_pool_blocks)
-        _check_ids("target", target_blocks, target_pool_blocks)
+        try:
+            if not 0 <= layer < self.layers:
+                raise RangeError(f"layer {layer} does not exist: the layout has {self.layers} layers")
+            if len(source_blocks) != len(target_blocks) or not len(source_blocks):
+                raise RangeError(
+                    f"there must be as many source as target blocks, and at least one, not {len(source_blocks)} and "
+                    f"{len(target_blocks)}"
+                )
+            _check_ids("source", source_blocks, source_pool_blocks)
+            _check_ids("target", target_blocks, target_pool_blocks)
+        except TypeError as error:
+            raise InvalidArgumentError(
+                f"layer, block ids and the sizes of pools must be whole numbers, the ids in sequences: {error}"
+            ) from error
         # Block numbers that count through the whole pool: a layer's keys, then its values, then the next layer.
         bases = [((2 * layer + half) * source_pool_blocks, (2 * layer + half) * target_pool_blocks) for half in (0, 1)]
         numpy = sys.modules.get("numpy")
@@ -192,15 +205,9 @@ class Layout:
 _FIELDS = tuple(Layout.__dataclass_fields__)
 
 
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidArgumentError(f"{name} must be a positive integer, not {value!r}")
-    return value
-
-
 def _element_type(dtype: object) -> str | int:
     if isinstance(dtype, int):
-        return _positive("dtype, where it is the size of an element in bytes,", dtype)
+        return positive_number("dtype, where it is the size of an element in bytes,", dtype)
     name = _type_name(dtype).removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name not in _ITEM_BYTES or (isinstance(dtype, type) and dtype.__module__ == "builtins"):

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.unpicklable import unpicklable
-from ..engine.arguments import positive_seconds, whole_number
+from ..engine.arguments import positive_number, positive_seconds, seconds_or_zero, whole_number
 from ..engine.started import Started
 from ..errors import AccessError, BusyError, ClosedError, InvalidArgumentError, RangeError, TicketError
 from ..types import Access, AccessLike, PeerState
@@ -95,8 +95,7 @@ class Pool:
     ) -> None:
         if not isinstance(layout, Layout):
             raise InvalidArgumentError(f"layout must be a hixl_async.kv.Layout, not {type(layout).__name__}")
-        if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
-            raise InvalidArgumentError(f"blocks must be a positive integer, not {blocks!r}")
+        blocks = positive_number("blocks", blocks)
         if not hasattr(engine, "allocate"):
             raise InvalidArgumentError(f"engine must be a hixl_async.Engine, not {engine!r}")
         if blocks >= POOL_BLOCKS or layout.pool_bytes(blocks) >= REGION_BYTES:
@@ -216,8 +215,7 @@ class Pool:
             raise InvalidArgumentError("pass either tokens=... or blocks=...")
         if tokens is not None:
             blocks = self.layout.blocks_for(tokens)
-        if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
-            raise InvalidArgumentError(f"blocks must be a positive integer, not {blocks!r}")
+        blocks = positive_number("blocks", blocks)
         if blocks > self.blocks:
             asked = f"{blocks} blocks" if tokens is None else f"{blocks} blocks for {tokens} tokens"
             raise RangeError(f"pool {self.name!r} can never lend {asked}: it has {self.blocks}")
@@ -311,7 +309,7 @@ class Pool:
         :raises WrongLoopError: if called outside of the engine's event loop.
         """
         self._context.check_thread()
-        self._begin_closing(0 if timeout == 0 else positive_seconds("timeout", timeout))
+        self._begin_closing(seconds_or_zero("timeout", timeout))
         return Started(self._wait_closed)
 
     def _begin_closing(self, timeout: float) -> None:

@@ -36,6 +36,6 @@ def test_whole_numbers() -> None:
     for value in (3, numpy.int64(3), numpy.uint8(3)):
         assert whole_number("layer", value) == 3
         assert type(whole_number("layer", value)) is int
-    for wrong in (True, None, "3", 3.0, numpy.float64(3), numpy.bool_(True), [3]):
+    for wrong in (10**5000, True, None, "3", 3.0, numpy.float64(3), numpy.bool_(True), [3]):
         with pytest.raises(InvalidArgumentError, match="^layer must be a whole number"):
             whole_number("layer", wrong)

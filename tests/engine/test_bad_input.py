@@ -552,6 +552,10 @@ def test_objects_without_their_parts(kind: Any, maker: str) -> None:
             make()
 
 
+def test_an_engine_without_its_settings_can_be_shown() -> None:
+    assert repr(Engine.__new__(Engine)) == "<Engine, not initialised>"
+
+
 # -- settings
 
 

@@ -88,6 +88,34 @@ async def test_views(pair: EnginePair) -> None:
     assert array[3, 3] == 15
 
 
+NO_DTYPES: list[Any] = [
+    True,
+    3,
+    object(),
+    "\ud800",
+    "nonsense",
+    "O",
+    "S0",
+    "3,(",
+    b"\xff",
+    {},
+    (1,),
+    numpy.zeros(3),
+    "i,i,i,i,i",
+]
+
+
+async def test_views_that_do_not_fit(engine: Engine) -> None:
+    region = engine.allocate("kv", 64)
+    for dtype in NO_DTYPES:
+        with pytest.raises(InvalidArgumentError, match="dtype"):
+            region.numpy(dtype)
+    shapes: list[Any] = ["x", (3,), (1.5,), (2**70,), [[1]], {}]
+    for shape in shapes:
+        with pytest.raises(InvalidArgumentError, match="shape"):
+            region.numpy("uint8", shape)
+
+
 async def test_views_outlive_region_and_engine() -> None:
     async with engine_pair() as pair:
         region, remote = await pair.region("kv", 4096)

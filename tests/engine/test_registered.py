@@ -156,6 +156,18 @@ async def test_torch_tensors(pair: EnginePair) -> None:
 
 
 @pytest.mark.torch
+async def test_torch_views_that_do_not_fit(engine: Engine) -> None:
+    torch = pytest.importorskip("torch")
+    region = engine.allocate("kv", 63)
+    for dtype in (True, False, 3, "float32", numpy.zeros(3), torch.float32):
+        with pytest.raises(InvalidArgumentError, match="dtype"):
+            region.torch(dtype)
+    for shape in ("x", (3,), (1.5,), [[1]]):
+        with pytest.raises(InvalidArgumentError, match="shape"):
+            region.torch(torch.uint8, shape)
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize("wrong", ["transposed", "meta", "conj", "neg"])
 async def test_unusable_torch_tensors(pair: EnginePair, wrong: str) -> None:
     torch = pytest.importorskip("torch")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import subprocess
 import sys
+from typing import Any
 
 import numpy
 import pytest
@@ -133,6 +134,31 @@ def test_ambiguous_dtypes_are_refused(dtype: object) -> None:
 def test_malformed_fields_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong)) if "dtype" not in wrong else "dtype"):
         Layout.from_fields({**SMOL.fields(), **wrong})
+
+
+@pytest.mark.parametrize(
+    "blocks", [None, {}, "x", True, 0, -1, 2.5, [1], 10**5000, -(10**5000)], ids=lambda blocks: type(blocks).__name__
+)
+def test_malformed_numbers_of_blocks_are_refused(blocks: Any) -> None:
+    for size in (SMOL.layer_bytes, SMOL.pool_bytes, SMOL.shape):
+        with pytest.raises(InvalidArgumentError, match="^blocks must be a positive integer"):
+            size(blocks)
+
+
+def test_integers_of_other_libraries_are_numbers() -> None:
+    layout = Layout(numpy.int64(30), numpy.uint8(3), 64, "bfloat16", 16)
+    assert layout == Layout(30, 3, 64, "bfloat16", 16)
+    assert layout.fingerprint() == Layout(30, 3, 64, "bfloat16", 16).fingerprint()
+    assert layout.pool_bytes(numpy.int32(2)) == layout.pool_bytes(2)
+    assert {type(size) for size in layout.shape(numpy.int32(2))} == {int}
+
+
+def test_malformed_layers_and_blocks_are_refused() -> None:
+    for arguments in ((None, [0], [0], 1, 1), (0, None, [0], 1, 1), (0, ["x"], [0], 1, 1), (0, [0], [0], None, 1)):
+        with pytest.raises(InvalidArgumentError, match="whole numbers"):
+            SMOL.rows(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="^other must be a hixl_async.kv.Layout"):
+        SMOL.mismatch(None)  # type: ignore[arg-type]
 
 
 def test_fields_must_be_exactly_the_known_ones() -> None:

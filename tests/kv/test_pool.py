@@ -12,6 +12,7 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 from passes import settle
 
@@ -30,7 +31,7 @@ from hixl_async.kv import Pool, Verdict
 from .conftest import LAYOUT, Pair
 
 NUMBERS = ("version", "pool_blocks", "layers", "slot", "generation")
-NO_TIMES: list[Any] = [0, -1, float("nan"), float("inf"), 10**400, True, "x"]
+NO_TIMES: list[Any] = [0, -1, float("nan"), float("inf"), 10**400, True, "x", numpy.zeros(3)]
 
 
 async def test_blocks_are_lent_and_return(pair: Pair) -> None:
@@ -191,7 +192,7 @@ asyncio.run(main())
 async def test_another_thread_may_only_push(pair: Pair) -> None:
     async with pair.target.reserve(blocks=1) as blocks, pair.source.reserve(blocks=1) as source:
         stream = blocks.stream()
-        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:  # granted before the thread asks
 
             def call() -> None:
                 for use in (
@@ -199,6 +200,8 @@ async def test_another_thread_may_only_push(pair: Pair) -> None:
                     lambda: pair.target.reserve_nowait(blocks=1),
                     lambda: pair.source.open_stream(pair.to_d, {}),
                     lambda: pair.target.aclose(),
+                    lambda: blocks.ticket(),
+                    lambda: blocks.stream(),
                     lambda: blocks.aclose(),
                     lambda: blocks.fenced().send(None),
                     lambda: stream.abort(),
@@ -238,7 +241,7 @@ async def test_a_closed_pool(pair: Pair) -> None:
 
 
 async def test_a_malformed_timeout_closes_nothing(pair: Pair) -> None:
-    for timeout in (None, *NO_TIMES[1:]):
+    for timeout in (None, False, *NO_TIMES[1:]):
         with pytest.raises(InvalidArgumentError, match="^timeout must be"):
             await pair.target.aclose(timeout=timeout)
     assert not pair.target.closed
@@ -255,8 +258,9 @@ async def test_tickets(pair: Pair) -> None:
     assert ticket["blocks"] == list(blocks.ids)
     assert ticket["generation"] < 2**53
     assert blocks.stream() is blocks.stream()
-    with pytest.raises(InvalidArgumentError, match="first call"):
-        blocks.ticket(ttl=1)
+    for time in (1, *NO_TIMES):
+        with pytest.raises(InvalidArgumentError, match="first call"):
+            blocks.ticket(ttl=time)
     other = await pair.target.reserve(blocks=2)
     for name in ("ttl", "stall", "timeout"):
         for time in NO_TIMES:

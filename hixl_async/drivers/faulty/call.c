@@ -45,7 +45,7 @@ static void report(faulty_operation *call) {
     outer.post(outer.ctx, op, HXA_COMPLETED | HXA_RELEASED);
 }
 
-/* The core's op is answered as the wrapped driver answers ours. */
+/* Answer the core's op as the wrapped driver answers ours. */
 static void forward(faulty_operation *call, uint32_t events) {
     hxa_instance *self = call->self;
     if (events & HXA_COMPLETED) {

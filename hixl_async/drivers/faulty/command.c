@@ -8,7 +8,7 @@
 #include "stop.h"
 #include "work.h"
 
-/* With the instance's lock held: the oldest held operation of a ring after number `after`, if it is older than `oldest`. */
+/* With the instance's lock held: return the oldest held operation of a ring after number `after`, if it is older than `oldest`. */
 static faulty_operation *older(faulty_node *ring, uint64_t after, faulty_operation *oldest) {
     for (faulty_node *node = ring->next; node != ring; node = node->next) {
         faulty_operation *operation = faulty_operation_of(node);
@@ -39,7 +39,7 @@ static void release_all(hxa_instance *instances, faulty_block *block) {
     }
 }
 
-/* Releases the n-th oldest of the held operations of all instances that use the block. */
+/* Release the n-th oldest of the held operations of all instances that use the block. */
 static void release_one(hxa_instance *instances, faulty_block *block, uint64_t n) {
     uint64_t after = 0, oldest = 0;
     hxa_instance *owner = NULL;

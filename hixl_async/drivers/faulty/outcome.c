@@ -86,7 +86,7 @@ void faulty_outcome_deliver(faulty_operation *operation, uint32_t events) {
 
 /* ---- the end of a link ------------------------------------------------------------------------------------------------ */
 
-/* With the lock held: the events to deliver. */
+/* With the lock held.  Return the events to deliver. */
 static uint32_t give_up(faulty_operation *operation, int stop) {
     uint32_t events = 0;
     if (!operation->accepted) return 0;

@@ -6,18 +6,18 @@
 
 /* With the lock held: */
 FAULTY_INTERNAL void faulty_outcome_set(faulty_operation *operation, int32_t status, int32_t native, uint32_t scope, int64_t failed);
-/* Sets the outcome that the plan or the wrapped driver gave. */
+/* Set the outcome that the plan or the wrapped driver gave. */
 FAULTY_INTERNAL void faulty_outcome_report(faulty_operation *operation);
 FAULTY_INTERNAL int faulty_outcome_is_later(const faulty_operation *operation);
 FAULTY_INTERNAL void faulty_outcome_report_later(faulty_operation *operation);
-/* The last time that the operation is found by its op, or by its link; deliver follows. */
+/* Remove the operation, so that neither its op nor its link leads to it any more; deliver follows. */
 FAULTY_INTERNAL void faulty_outcome_close(faulty_operation *operation);
-/* Reports, unless that is done, and closes: the events to deliver. */
+/* Report, unless that is done, and close.  Return the events to deliver. */
 FAULTY_INTERNAL uint32_t faulty_outcome_end(faulty_operation *operation);
-/* Without it: posts; RELEASED ends the operation. */
+/* Without the lock: post the events; RELEASED ends the operation. */
 FAULTY_INTERNAL void faulty_outcome_deliver(faulty_operation *operation, uint32_t events);
 
-/* The link stops, or the plan breaks it: operations that the wrapped driver does not have end; late ones only report. */
+/* The link stops, or the plan breaks it: end the operations that the wrapped driver does not have; late ones only report. */
 FAULTY_INTERNAL void faulty_outcome_give_up(hxa_link *link, int stop);
 FAULTY_INTERNAL void faulty_outcome_break(hxa_link *link);
 

@@ -16,7 +16,7 @@ static uint32_t verb_of(const hxa_batch *batch) {
     return batch->verb == HXA_READ ? FAULTY_READS : FAULTY_WRITES;
 }
 
-/* 1 if the rule applies to this operation.  `*n` is the number of the operation among those that the rule counts. */
+/* Return 1 if the rule applies to this operation.  `*n` is the number of the operation among those that the rule counts. */
 static int applies(faulty_rule *rule, uint32_t index, uint32_t verb, uint64_t seed, uint64_t *n) {
     if (!(rule->verbs & verb)) return 0;
     *n = __atomic_add_fetch(&rule->seen, 1, __ATOMIC_RELAXED);

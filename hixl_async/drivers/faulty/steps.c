@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-/* Copies the batch with our memories replaced by the wrapped driver's.  A stall may divide a descriptor. */
+/* Copy the batch with our memories replaced by the wrapped driver's.  A stall may divide a descriptor. */
 static int translate(faulty_operation *operation, const hxa_batch *batch, uint64_t stall_bytes, size_t *cut) {
     size_t n = 0;
     uint64_t before = 0;

@@ -4,11 +4,11 @@
 
 #include "operation.h"
 
-/* Divides the batch as the effects ask for. */
+/* Divide the batch as the effects ask for. */
 FAULTY_INTERNAL int faulty_steps_plan(faulty_operation *operation, const hxa_batch *batch);
-/* Makes `part` and `op` those of the current step. */
+/* Make `part` and `op` those of the current step. */
 FAULTY_INTERNAL void faulty_steps_load(faulty_operation *operation);
-/* The index of the failed descriptor in the core's batch, -1 where unknown. */
+/* Return the index of the failed descriptor in the core's batch, or -1 if it is unknown. */
 FAULTY_INTERNAL int64_t faulty_steps_failed(const faulty_operation *operation);
 
 #endif /* HXA_FAULTY_STEPS_H */

@@ -30,7 +30,7 @@ void faulty_stops_finish(hxa_instance *self, faulty_operation *stops) {
     }
 }
 
-/* With the lock held: 1 while late operations still want to land. */
+/* With the lock held: return 1 while late operations still want to land. */
 static int landing(const hxa_link *link) {
     for (const faulty_node *node = link->operations.next; node != &link->operations; node = node->next) {
         const faulty_operation *operation = (const faulty_operation *)(const void *)node;

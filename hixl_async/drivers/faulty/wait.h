@@ -7,10 +7,10 @@
 
 #include "operation.h"
 
-/* With the lock held: 1 if the operation has to wait before its first step, before its next one. */
+/* With the lock held: return 1 if the operation has to wait before its first step, or before its next one. */
 FAULTY_INTERNAL int faulty_wait_first(faulty_operation *operation);
 FAULTY_INTERNAL int faulty_wait_next(faulty_operation *operation);
-/* It waits for nothing any more but the loop. */
+/* End the wait of an operation, which now waits for the loop only. */
 FAULTY_INTERNAL void faulty_wait_over(faulty_operation *operation);
 
 #endif /* HXA_FAULTY_WAIT_H */

@@ -11,7 +11,7 @@ enum { RETRY_NS = 200000 };   /* after the wrapped driver was busy */
 
 /* ---- submitting; the loop's thread ------------------------------------------------------------------------------------- */
 
-/* Submits step after step until the wrapped driver keeps one or the next has to wait (PENDING), all are done, or one is refused. */
+/* Submit step after step until the wrapped driver keeps one or the next has to wait (PENDING), all are done, or one is refused. */
 static int run(faulty_operation *operation) {
     hxa_instance *self = operation->self;
     while (operation->step < operation->step_count) {
@@ -57,7 +57,7 @@ static int withdraw(faulty_operation *operation, int answer) {
     return answer;
 }
 
-/* Adds the operation to its link: 1 if it has to wait, or a negative status. */
+/* Add the operation to its link.  Return 1 if it has to wait, or a negative status. */
 static int begin(faulty_operation *operation) {
     hxa_link *link = operation->link;
     hxa_instance *self = operation->self;
@@ -221,7 +221,7 @@ uint64_t faulty_progress(hxa_link *link, const hxa_op *op) {
 
 /* ---- events of the wrapped driver, alarms and releases ---------------------------------------------------------------- */
 
-/* With the lock held: the events that follow for the core's op, and whether the loop has to submit the next step. */
+/* With the lock held: return the events that follow for the core's op; *submits: the loop has to submit the next step. */
 static uint32_t advance(faulty_operation *operation, int *submits) {
     const int bad = operation->op.status != HXA_OK, last = bad || operation->step + 1 == operation->step_count;
     uint32_t events = 0;

@@ -9,7 +9,7 @@ FAULTY_INTERNAL int faulty_cancel(hxa_link *link, hxa_op *op);
 FAULTY_INTERNAL int faulty_abandon(hxa_link *link, hxa_op *op);
 FAULTY_INTERNAL int faulty_waits(hxa_link *link, const hxa_op *op);
 FAULTY_INTERNAL uint64_t faulty_progress(hxa_link *link, const hxa_op *op);
-/* The loop's thread: submits operations that are ready; 1 if there are more. */
+/* The loop's thread: submit the operations that are ready.  Return 1 if there are more. */
 FAULTY_INTERNAL int faulty_submit_ready(hxa_link *link, uint32_t budget);
 
 #endif /* HXA_FAULTY_WORK_H */

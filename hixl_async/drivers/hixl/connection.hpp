@@ -12,12 +12,12 @@ class Connection {
   public:
     Connection(hxa_instance &self, const std::string &id, const abi::Text &remote);
 
-    // One thread at a time.  SUCCESS, or the code of the last call.
+    // One thread at a time.  Return SUCCESS, or the code of the last call.
     uint32_t connect();
     // Our side of the connection is gone when it returns.  `dead`: the process at the other end is.
     void disconnect(bool dead);
 
-    // The endpoint's strand: shuts the sockets of a call that is overdue.  Returns when to call it again.
+    // The endpoint's strand: shut the sockets of a call that is overdue.  Return when to call it again.
     uint64_t shut_overdue(uint64_t now, bool connecting, bool wanted);
 
   private:

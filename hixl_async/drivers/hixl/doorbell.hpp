@@ -11,7 +11,7 @@ namespace hx {
 void ring_doorbell(hxa_link *link);
 // Any thread: poll is to report LINK_DOWN, once all notifications up to `after` are handed out.
 void end_link(hxa_link *link, uint64_t after, const std::string &why);
-// The loop: true if it rang.
+// The loop: return true if it rang.
 bool clear_doorbell(hxa_link *link);
 
 }  // namespace hx

@@ -18,7 +18,7 @@ namespace hx {
 class Endpoint : public Strand {
   public:
     Endpoint(hxa_instance &self, std::string id);
-    void open();  // makes the control strand; needs shared_from_this
+    void open();  // make the control strand; needs shared_from_this
 
     const std::string id;
     // Any thread.
@@ -53,7 +53,7 @@ class Endpoint : public Strand {
     void refused(uint32_t native);
     void disconnect();
     void disconnected();
-    void cut(const Outcome &outcome);  // fails everything in flight, then connects again
+    void cut(const Outcome &outcome);  // fail everything in flight, then connect again
     void cut_if_failed();
     void give_up(const Outcome &outcome);
     void report(const char *call, uint64_t ns, bool over);

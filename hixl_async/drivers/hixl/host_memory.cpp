@@ -16,7 +16,7 @@ uint64_t page_size() {
     return size;
 }
 
-// Makes the context of this thread first.  `base` stays null where plain pages are wanted.
+// Make the context of this thread first.  `base` stays null where plain pages are wanted.
 int lock_pages(hxa_instance &self, uint64_t size, void *&base) {
     for (self.enter_context(); self.context_state != hxa_instance::CONTEXT_MADE; self.enter_context())
         sleep_for(MS);  // another thread makes it

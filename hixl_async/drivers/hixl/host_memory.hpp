@@ -5,7 +5,7 @@
 
 namespace hx {
 
-// The address of `size` bytes, all zero, and in `mem` how they were made; nullptr: there are none.
+// Return the address of `size` zeroed bytes, with the way they were made in `mem`, or nullptr if there are none.
 void *host_alloc(hxa_instance &self, uint64_t size, hxa_mem &mem);
 void host_free(const hxa_mem &mem);
 

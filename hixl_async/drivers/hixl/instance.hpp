@@ -1,4 +1,4 @@
-// One engine of HIXL: what its parts share.
+// One engine of HIXL: the state that its parts share.
 //
 // Threads.  The loop (T2) never calls HIXL and never waits for a thread that may be inside it: it pushes ops on a
 // lock-free stack and posts tasks.  Everything of an endpoint belongs to its strand; what blocks runs on its second
@@ -118,7 +118,7 @@ struct hxa_instance {
     void event(const hxa_link *link, uint32_t kind, const std::string &data, int32_t status = HXA_OK);
     void send(const hxa_link *link, hx::Message message, const std::string &body = {});
     std::vector<std::shared_ptr<hx::Endpoint>> all_endpoints();
-    // Gives this thread the context; returns at once while another thread makes it.
+    // Give this thread the context; return at once while another thread makes it.
     void enter_context();
 };
 

@@ -68,7 +68,7 @@ class Parser {
         }
         return true;
     }
-    // What follows \u, as UTF-8.
+    // Append the character of the digits after \u, as UTF-8.
     bool unicode(std::string &out) {
         uint32_t code, low;
         if (!unit(code) || (code >= 0xdc00 && code < 0xe000)) return false;

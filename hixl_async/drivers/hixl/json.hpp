@@ -1,4 +1,4 @@
-// As much of JSON as checking an option takes.
+// The part of JSON that the checks of options need.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct Json {
     // Numbers may be quoted, as HIXL allows.
     bool number(double &out) const;
 
-    // False, and what is wrong with it in `error`, if `text` is no JSON.
+    // Return false, with the reason in `error`, if `text` is no JSON.
     static bool parse(const std::string &text, Json &out, std::string &error);
 };
 

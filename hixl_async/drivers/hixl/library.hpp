@@ -46,7 +46,7 @@ struct Library {
     Acl acl;
     std::string path;  // of libcann_hixl.so
 
-    // Loads from `wanted`, a file or folder, or from the usual places where it is empty.  Returns 0, or
+    // Load from `wanted`, a file or folder, or from the usual places where it is empty.  Return 0, or
     // -HXA_E_UNSUPPORTED with every attempt in `error`.  Libraries stay loaded: their threads may outlive the instances.
     int load(const std::string &wanted, std::string &error);
 

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int PORTS_TO_TRY = 8;
 
-// Empty, or why HIXL could not listen: its own answer is only FAILED.
+// Return why HIXL could not listen, or an empty string: its own answer is only FAILED.
 std::string listen_problem(const Options &options) {
     uint16_t port = options.port;
     const int error = probe_address(options.ip, port);
@@ -29,7 +29,7 @@ std::string listen_problem(const Options &options) {
                 address_text(options.ip, options.port).c_str(), std::strerror(error));
 }
 
-// As much of it as there is room for.
+// Copy `from` to `to`, cut where its `size` bytes end, with a final zero.
 void copy_text(const std::string &from, char *to, size_t size) {
     if (size == 0) return;
     const size_t n = from.size() < size ? from.size() : size - 1;
@@ -62,7 +62,7 @@ Outcome initialize_hixl(hxa_instance &self) {
     return outcome;
 }
 
-// Only one of the back-ends answers the batch query, so that its answer has the last word.
+// Only one of the back-ends answers the batch query, so that its answer decides.
 void settle_backend(hxa_instance &self, const std::string &npu, uint32_t answer) {
     const std::string &chosen_by = self.options.chosen_by;
     self.backend = self.options.backend_on(npu);
@@ -148,7 +148,7 @@ void start(hxa_instance &self, hxa_op *op) {
 
 // ---- the end --------------------------------------------------------------------------------------------------------
 
-// The life strand's duty, once shutdown was asked for: Finalize, when no other call runs any more.
+// The life strand's work after a call of shutdown: Finalize, when no other call runs any more.
 uint64_t end_instance(hxa_instance &self, uint64_t now) {
     if (!self.ending || self.over) return NEVER;
     if (self.started != 0) {

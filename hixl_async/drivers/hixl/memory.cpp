@@ -85,7 +85,8 @@ void register_one(hxa_instance &self, hxa_mem *mem) {
     wake_endpoints(self);  // ops may wait for it
 }
 
-// They cannot be registered any more.  After the end the loop may release them at any time, hence the lock.
+// Refuse the memories that cannot be registered any more.  After the end the loop may release them at any time, hence
+// the lock.
 void refuse_unregistered(hxa_instance &self) {
     const Outcome outcome = self.start_failed ? self.start_failure : Outcome{HXA_E_LINK, 0, HXA_SCOPE_OP};
     std::vector<hxa_op *> waiters;
@@ -103,7 +104,7 @@ void refuse_unregistered(hxa_instance &self) {
     for (hxa_op *op : waiters) finish(self.sink, op, outcome);
 }
 
-// True if HIXL has deregistered the memory, or never knew it.
+// Return true if HIXL has deregistered the memory, or never knew it.
 bool deregister(hxa_instance &self, hxa_mem *mem) {
     if (mem->handle == nullptr || self.over || self.started == 0) return true;
     const auto known = self.handles.find(mem->handle);
@@ -122,7 +123,7 @@ bool deregister(hxa_instance &self, hxa_mem *mem) {
     return true;
 }
 
-// True if some memory could not be deregistered yet.
+// Return true if some memory could not be deregistered yet.
 bool release_retired(hxa_instance &self) {
     for (size_t i = 0; i < self.retired.size();) {
         hxa_mem *mem = self.retired[i];
@@ -176,7 +177,7 @@ uint64_t pause_connections(hxa_instance &self, uint64_t now) {
 
 }  // namespace
 
-// Registers memory that came before start, and deregisters memory that was released.
+// Register memory that came before start, and deregister memory that was released.
 uint64_t memory_turn(hxa_instance &self, uint64_t now) {
     if (self.started != 0 && !self.over && !self.unregistered.empty()) {
         std::vector<hxa_mem *> taken;

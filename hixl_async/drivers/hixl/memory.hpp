@@ -35,7 +35,7 @@ void mem_release(hxa_mem *mem);
 int mem_ready(hxa_mem *mem, hxa_op *op);
 int mem_retire(hxa_mem *mem, hxa_op *op);
 
-// The memory strand's duty.
+// The memory strand's work.
 uint64_t memory_turn(hxa_instance &self, uint64_t now);
 
 }  // namespace hx

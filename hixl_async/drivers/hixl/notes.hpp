@@ -50,13 +50,13 @@ struct Entry {
     std::string body;
 };
 std::string entry_body(bool signal, bool note, const void *topic, size_t topic_len, const void *text, size_t text_len);
-// Appends the piece of `entry` that starts at `offset`, as much of it as `room` takes; returns the next offset.
+// Append the piece of `entry` that starts at `offset`, as much of it as `room` takes; return the next offset.
 size_t add_piece(std::string &out, const Entry &entry, size_t offset, size_t room);
 
 // The sending half.  The loop asks for room, threads add and take; each call holds the lock for a moment.
 class Outbox {
   public:
-    // Loop: takes room for one more; false if there is none.
+    // Loop: take room for one more; return false if there is none.
     bool reserve(uint32_t cost);
     void unreserve(uint32_t cost);  // of an op that failed
     void grant(uint32_t window, uint64_t waiting);
@@ -69,7 +69,7 @@ class Outbox {
     // The peer has handed out all up to `seq`, which took `cost` altogether.
     bool credit(uint64_t seq, uint64_t cost);
     std::vector<Entry> kept(uint64_t from);
-    // The ops of all records that were never sent and that `claim` gets; the others are left.
+    // Return the ops of all records that were never sent and that `claim` gets; the others are left.
     template <class Claim>
     std::vector<hxa_op *> clear(Claim claim);
     bool holds(const hxa_op *op);

@@ -96,7 +96,7 @@ void NotificationSender::by_control(hxa_link *link, const std::vector<Entry> &en
     if (!pieces.empty()) self_.send(link, Message::PIECES, pieces);
 }
 
-// False: HIXL has no room now.  Entries that it refuses for another reason go by the control connection.
+// Return false if HIXL has no room now.  Entries that it refuses for another reason go by the control connection.
 bool NotificationSender::by_hixl(hxa_link *link, std::vector<Entry> &entries, uint64_t now) {
     abi::NotifyDesc frame;
     frame.name = self_.library.text(frame_name(link->peer_tag));
@@ -188,7 +188,7 @@ void NotificationSender::resend_unfetched() {
 
 namespace {
 
-// Gives each frame to the link that it is addressed to; the cookies and numbers of records that are overdue.
+// Pass each frame to the link of its address.  Return the cookies and numbers of records that are overdue.
 std::vector<std::pair<uint64_t, uint64_t>> take_frames(hxa_instance &self, uint64_t now,
                                                        const std::vector<abi::NotifyDesc> &frames) {
     std::vector<std::pair<uint64_t, uint64_t>> lost;

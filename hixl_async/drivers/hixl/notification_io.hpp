@@ -11,7 +11,7 @@
 
 namespace hx {
 
-// Sends the notifications of all links to one remote engine, on the endpoint's control strand, because SendNotify blocks.
+// The sender of all links to one remote engine; it runs on the endpoint's control strand, because SendNotify blocks.
 class NotificationSender {
   public:
     NotificationSender(hxa_instance &self, const std::string &id, const abi::Text &remote);
@@ -27,7 +27,7 @@ class NotificationSender {
     void add(hxa_link *link) { links_.push_back(link); }
     void remove(hxa_link *link);  // after its last messages
     void drop(hxa_link *link, const Outcome &outcome);
-    // The notification of an op is never sent: true if it waited.  With `abandoned`, only if the op is.
+    // Drop the notification of an op; return true if it waited.  With `abandoned`, only if the op is.
     bool take_back(hxa_op *op, bool abandoned);
     // The connection is a new one, and ended.
     void renew();
@@ -47,7 +47,7 @@ class NotificationSender {
     std::vector<hxa_link *> links_;
 };
 
-// The notifications strand's duty: takes what HIXL has received.
+// The notifications strand's work: take what HIXL has received.
 uint64_t fetch_notifications(hxa_instance &self, uint64_t now);
 
 }  // namespace hx

@@ -43,11 +43,11 @@ struct OpList {
 // The room that a notification takes at the receiver.
 uint32_t note_cost(const hxa_batch &batch);
 
-// Finishes an op that has no Operation: a call about links or memory.
+// Finish an op that has no Operation: a call about links or memory.
 void finish(const hxa_sink &sink, hxa_op *op, const Outcome &outcome);
-// Sets the outcome, unless an earlier failure did.
+// Set the outcome, unless an earlier failure did.
 void set_outcome(hxa_op *op, const Outcome &outcome);
-// Finishes an operation, on whichever strand has it.
+// Finish an operation, on whichever strand has it.
 void finish_operation(const hxa_sink &sink, hxa_op *op, const Outcome &outcome);
 
 }  // namespace hx

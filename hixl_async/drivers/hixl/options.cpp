@@ -69,7 +69,7 @@ bool is_documented(const std::string &key) {
 
 constexpr const char *PROTOCOLS = "comm_resource_config.protocol_desc", *RESOURCES_PATH = "local_comm_res_path";
 
-// The next functions check what this driver reads itself; HIXL checks the rest.  Empty, or the problem.
+// The next functions check what this driver reads itself; HIXL checks the rest.  Return the problem or an empty string.
 std::string config_problem(const std::string &text) {
     if (text.empty()) return "";
     Json config;
@@ -106,7 +106,7 @@ std::string hixl_problem(const std::string &key, const std::string &value) {
     return "";
 }
 
-// Empty, or why HIXL could not read a LocalCommRes from a file.
+// Return why HIXL could not read a LocalCommRes from a file, or an empty string.
 std::string read_resources(const std::string &path, std::string &text) {
     struct stat about;
     if (stat(path.c_str(), &about) != 0) return std::strerror(errno);
@@ -132,7 +132,7 @@ int cpus() {
     return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-// Takes an option: empty, or the problem.
+// Take an option.  Return the problem, or an empty string.
 std::string take(Options &out, const std::string &key, const std::string &value) {
     if (key == "library") {
         out.library = value;
@@ -206,8 +206,8 @@ int Options::parse(const hxa_option *options, size_t n, std::string &error) {
     return 0;
 }
 
-// Empty, or why the options cannot be followed.  The order is that of HIXL, which takes the first that it finds.  Where two
-// disagree it would ignore the second silently, so that they are refused here.
+// Return why the options cannot be followed, or an empty string.  The order is that of HIXL, which takes the first that it
+// finds.  Where two disagree it would ignore the second silently, so that they are refused here.
 std::string Options::choose() {
     // HIXL takes an empty value for an absent one.  0 is the default of this key, which one of the back-ends refuses.
     const std::string fabric = given("EnableUseFabricMem");

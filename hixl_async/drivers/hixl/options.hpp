@@ -41,7 +41,7 @@ struct Options {
     std::string unknown;                      // those of them that HIXL does not document
 
     bool auto_connect() const;  // HIXL connects, and cuts what failed, by itself
-    // 0, or -HXA_E_INVALID with the reason in `error`.
+    // Return 0, or -HXA_E_INVALID with the reason in `error`.
     int parse(const hxa_option *options, size_t n, std::string &error);
     // The back-end that HIXL uses on a kind of NPU, as AscendCL names it.
     Backend backend_on(const std::string &npu) const;

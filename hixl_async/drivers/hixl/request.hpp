@@ -32,7 +32,7 @@ class RequestTable {
   public:
     Request *begin(RequestQueue *queue);
     void end(Request *request);
-    // Under `lock`: the request of a token, or nullptr if it ended.
+    // Under `lock`: return the request of a token, or nullptr if it ended.
     Request *find(uint64_t token);
     Mutex lock;
     std::atomic<uint32_t> count{0};

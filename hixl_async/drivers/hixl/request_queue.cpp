@@ -127,7 +127,7 @@ void RequestQueue::unpark() {
     }
 }
 
-// Before the first byte of an op moves: false if it was cancelled.
+// Claim an op before its first byte moves; return false if it was cancelled.
 bool RequestQueue::claim(hxa_op *op) {
     std::atomic<uint32_t> &word = operation_of(op).claim;
     uint32_t queued = QUEUED;
@@ -137,7 +137,7 @@ bool RequestQueue::claim(hxa_op *op) {
     return true;
 }
 
-// The first op that waits: true if it may go now.
+// Return true if this op, the first that waits, may go now.
 bool RequestQueue::admit(hxa_op *op) {
     Operation &operation = operation_of(op);
     if (operation.stage != DATA || (operation.claim & CLAIM) == STARTED) return true;
@@ -217,7 +217,7 @@ bool RequestQueue::build(hxa_op *op, Request &request) {
     return true;
 }
 
-// The request writes a word of the scratch page to the peer; false: all of them are in use.
+// Make a request that writes a word of the scratch page to the peer; return false if all of them are in use.
 bool RequestQueue::build_signal(hxa_op *op, Request &request) {
     Operation &operation = operation_of(op);
     const hxa_batch &batch = *operation.batch;
@@ -318,7 +318,7 @@ uint32_t RequestQueue::in_flight_of(const hxa_link *link) const {
 void RequestQueue::poll() {
     if (in_flight_ == 0 || !connected_) return take_answers();
     // With AutoConnect HIXL may have dropped a request, and given its handle to another link's: only the batch query
-    // tells whose answer it has.
+    // says whose answer it has.
     const bool recycled = self_.batch != 0 && auto_connect_;
     const bool most = in_flight_ > 1 && in_flight_ * 2 >= self_.requests.count.load(std::memory_order_relaxed);
     if (self_.batch != 0 && (most || recycled) && poll_batch()) batch_polled_ = now_;
@@ -430,7 +430,7 @@ void RequestQueue::poll_each(bool all) {
     take_seen();
 }
 
-// Out of the list and the table.  Its handle may already be that of another request.
+// Remove a request from the list and the table.  Its handle may already be that of another request.
 void RequestQueue::end_request(Request *request) {
     if (request->prev != nullptr) request->prev->next = request->next;
     else first_ = request->next;
@@ -502,7 +502,7 @@ void RequestQueue::advance(hxa_op *op) {
     notifications_.wake();
 }
 
-// Keeps the first failure; the op is finished once nothing of it is in flight.
+// Keep the first failure; the op is finished once nothing of it is in flight.
 void RequestQueue::fail(hxa_op *op, const Outcome &outcome) {
     Operation &operation = operation_of(op);
     set_outcome(op, outcome);
@@ -563,7 +563,7 @@ RequestQueue::Found RequestQueue::abandon(hxa_op *op) {
 
 // ---- time -----------------------------------------------------------------------------------------------------------
 
-// How long to sleep before the next poll: not at all at first, then an eighth of the time that passed without progress.
+// The sleep before the next poll: none at first, then an eighth of the time that passed without progress.
 uint64_t RequestQueue::rest(uint64_t now) const {
     const uint64_t quiet = now - std::min(moved_, now);
     if (quiet < self_.options.spin_us * US) {

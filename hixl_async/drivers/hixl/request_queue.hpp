@@ -23,10 +23,10 @@ class RequestQueue {
     // One turn of the strand.
     void begin_turn(uint64_t now) { now_ = now; }
     void take_submitted();
-    bool launch();  // gives HIXL the requests that may go now; true if more could go at once
-    void poll();    // asks about the requests in flight
+    bool launch();  // give HIXL the requests that may go now; return true if more could go at once
+    void poll();    // ask about the requests in flight
     void take_answers();
-    // When to poll or launch again.
+    // Return when to poll or launch again.
     uint64_t next_turn(uint64_t now) const;
 
     uint32_t in_flight() const { return in_flight_; }
@@ -41,15 +41,15 @@ class RequestQueue {
     void remote_changed() { visible_remote_ = 0; }
     // Memory that came later wants a new connection, once nothing is in flight.
     bool needs_connection() const { return needs_connection_; }
-    // A request failed, so that the connection is to be cut: true, and why.
+    // Return true, and the reason, if a request failed, so that the connection is to be cut.
     bool take_failure(Outcome &why);
     // The connection is being cut: everything in flight fails, and is released by `release_all` once that is over.
     void fail_all(const Outcome &outcome);
     void release_all(const Outcome &outcome);
 
-    // Of a link: ops that have not begun.
+    // Fail the ops of a link that have not begun.
     void fail_waiting(const hxa_link *link, const Outcome &outcome);
-    // An op that was cancelled: true if it waited here.
+    // Take back an op that was cancelled; return true if it waited here.
     bool take_back(hxa_op *op);
     enum class Found { NO, WAITING, IN_FLIGHT };
     Found abandon(hxa_op *op);

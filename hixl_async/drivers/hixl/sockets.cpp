@@ -17,7 +17,7 @@ namespace hx {
 
 namespace {
 
-// True if the descriptor is a socket whose other end is at `address`.
+// Return true if the descriptor is a socket whose other end is at `address`.
 bool leads_to(int fd, const std::string &address) {
     struct sockaddr_storage peer;
     socklen_t size = sizeof peer;
@@ -39,7 +39,7 @@ bool leads_to(int fd, const std::string &address) {
     return inet_ntop(peer.ss_family, raw, ip, sizeof ip) != nullptr && address_text(ip, ntohs(port)) == address;
 }
 
-// Calls `with` for each such socket: a descriptor of our own, and its inode.
+// Call `with` for each such socket: a descriptor of our own, and its inode.
 template <class With>
 void each_to(const std::string &address, With with) {
     DIR *all = opendir("/proc/self/fd");

@@ -26,7 +26,7 @@ class Sockets {
     };
     // The call that is under way, and when it began; nullptr: none.
     const char *call(uint64_t &since);
-    // Shuts the sockets that were opened since then; returns their number.
+    // Shut the sockets that were opened since then; return their number.
     uint32_t shut();
 
   private:

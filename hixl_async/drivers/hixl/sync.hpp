@@ -19,7 +19,7 @@ inline uint64_t clock_now() {
     return static_cast<uint64_t>(now.tv_sec) * SECOND + static_cast<uint64_t>(now.tv_nsec);
 }
 
-// All of it, however many signals come.
+// Sleep for all of `ns`, however many signals come.
 inline void sleep_for(uint64_t ns) {
     const uint64_t end = clock_now() + ns;
     const struct timespec until = {static_cast<time_t>(end / SECOND), static_cast<long>(end % SECOND)};

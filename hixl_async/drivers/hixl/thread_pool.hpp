@@ -41,14 +41,14 @@ class Strand : public std::enable_shared_from_this<Strand> {
     static constexpr uint64_t AGAIN = 0;
 
   protected:
-    // One round of work, on a thread of the pool.  Returns when to run again: AGAIN, NEVER (when woken), or a time.
+    // One round of work, on a thread of the pool.  Return when to run again: AGAIN, NEVER (when woken), or a time.
     virtual uint64_t turn(uint64_t now);
     // By the watchdog: the strand has been in `call` for `ns`; it is out of it again.
     virtual void stuck(const char *call, uint64_t ns) { (void)call, (void)ns; }
     virtual void moving(const char *call, uint64_t ns) { (void)call, (void)ns; }
-    // Runs all tasks that were posted.
+    // Run all tasks that were posted.
     void run_tasks();
-    // Before posted tasks run: takes what other threads put down before they posted.
+    // Before posted tasks run: take what other threads put down before they posted.
     virtual void arrive() {}
 
     ThreadPool &pool_;
@@ -63,7 +63,7 @@ class Strand : public std::enable_shared_from_this<Strand> {
     std::deque<Task> tasks_;  // under lock_
 };
 
-// Runs a function each turn, after its tasks.
+// A strand that runs a function each turn, after its tasks.
 class FunctionStrand : public Strand {
   public:
     using Work = std::function<uint64_t(uint64_t now)>;
@@ -97,12 +97,12 @@ class ThreadPool {
     ~ThreadPool();
 
     uint32_t threads();
-    // Joins all threads; waiting work is dropped.
+    // Join all threads; waiting work is dropped.
     void stop();
     void reenter() { epoch_.fetch_add(1); }
     // A thread of the pool expects more work soon: spin for it before sleeping.
     void stay_awake(uint64_t now) { awake_until_.store(now + spin_ns_, std::memory_order_relaxed); }
-    // True if other work waits, so that a thread that spins should stop.
+    // Return true if other work waits, so that a thread that spins should stop.
     bool wanted(uint64_t now) const {
         return pending_.load(std::memory_order_relaxed) != 0 || now >= next_timer_.load(std::memory_order_relaxed);
     }

@@ -34,7 +34,7 @@ static inline int shm_refusal_of(int error) {
     }
 }
 
-/* The same of a call that has an op, where the errno belongs. */
+/* The same for a call that has an op, in which the errno is stored. */
 static inline int shm_refuse(hxa_op *op, int refusal) {
     op->native = hxa_refusal_native(refusal);
     return -hxa_refusal_status(refusal);

@@ -112,7 +112,7 @@ static int join(hxa_link *link, const hxa_metadata *metadata) {
     link->peer_bell = bell;
     link->peer = peer;
     link->process = shm_process_find(about.pid, about.own_pid);
-    /* Alive still, by a pipe that ends with it: so its number had not passed to another process meanwhile. */
+    /* Still alive, as its pipe shows, so its pid was not reused. */
     if (!shm_bell_held(bell)) shm_process_drop(&link->process, ESRCH);
     shm_store_rel(&link->state, (uint32_t)SHM_UP);
     return 0;

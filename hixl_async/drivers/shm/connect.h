@@ -6,7 +6,7 @@
 
 enum { SHM_LINK_MAGIC = 0x4b4e4c53 };
 
-/* What travels in hxa_metadata.data. */
+/* The content of hxa_metadata.data. */
 typedef struct shm_link_metadata {
     uint32_t pid;                      /* as the kernel has it at the receiver, by the rule of HXA_CAP_SAME_HOST; 0: unknown */
     uint32_t magic;

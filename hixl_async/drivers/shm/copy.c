@@ -71,7 +71,7 @@ static void advance(const hxa_batch *batch, cursor *at, uint64_t bytes) {
 }
 
 /* One call for the descriptors that follow and lie in registered memory.  A short answer ends before the first byte that cannot
- * be reached, so the next call tells why. */
+ * be reached, so the next call returns the reason. */
 static int vm_copy(hxa_link *link, const hxa_batch *batch, cursor *at, shm_outcome *out) {
     struct iovec here[VM_PIECES], there[VM_PIECES];
     unsigned long n = 0;

@@ -18,7 +18,7 @@ int shm_bell_new(int *write_end, int *read_end) {
     return 0;
 }
 
-/* Asked of a pipe of our own that is empty. */
+/* Tried on a pipe of our own that is empty. */
 uint32_t shm_bell_nowait(void) {
     int ends[2];
     if (pipe2(ends, O_CLOEXEC | O_NONBLOCK) < 0) return 0;
@@ -28,7 +28,7 @@ uint32_t shm_bell_nowait(void) {
     return works;
 }
 
-/* A description of our own of an anonymous pipe.  A named one may lie on a file system whose server never answers. */
+/* Open an anonymous pipe again, for a description of our own.  A named one may lie on a file system whose server never answers. */
 static int reopen(int fd) {
     char path[40], name[8];
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
@@ -39,7 +39,7 @@ static int reopen(int fd) {
     return own < 0 ? -HXA_E_UNSUPPORTED : own;
 }
 
-/* The descriptor is read as it will be read later, because its kind alone does not tell: the kernel refuses RWF_NOWAIT for a
+/* The descriptor is read as it will be read later, because its kind alone is no proof: the kernel refuses RWF_NOWAIT for a
  * pipe that was reopened by its path in /proc, for ever, and one that is open for writing too never ends. */
 int shm_bell_adopt(int *fd, uint32_t nowait) {
     const int flags = fcntl(*fd, F_GETFL);

@@ -21,20 +21,20 @@ enum { SHM_BELL_CLOSED = -1, SHM_BELL_FAULTY = -2 };
 /* Make a pipe.  Return 0 or a refusal. */
 SHM_INTERNAL int shm_bell_new(int *write_end, int *read_end);
 
-/* Can this kernel read a pipe with RWF_NOWAIT? */
+/* Return 1 if this kernel can read a pipe with RWF_NOWAIT. */
 SHM_INTERNAL uint32_t shm_bell_nowait(void);
 
 /* Take the read end that a peer passed.  Return 0, or a refusal with the descriptor left as it was.  Rings that are there
  * already may be taken with it, so the link wants a poll. */
 SHM_INTERNAL int shm_bell_adopt(int *fd, uint32_t nowait);
 
-/* Is the other end open? */
+/* Return 1 if the other end is open. */
 SHM_INTERNAL int shm_bell_held(int fd);
 
 /* Ring.  Return 1 if a byte went in; a full pipe already holds more wake-ups than are needed. */
 SHM_INTERNAL int shm_bell_ring(int fd);
 
-/* Take at most one page of rings: their number, or SHM_BELL_CLOSED or SHM_BELL_FAULTY.  After either the descriptor may be
+/* Take at most one page of rings.  Return their number, SHM_BELL_CLOSED or SHM_BELL_FAULTY; after these two the descriptor may be
  * readable for ever, and must not be watched any more. */
 SHM_INTERNAL ssize_t shm_bell_clear(int fd, uint32_t nowait);
 

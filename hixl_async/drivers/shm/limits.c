@@ -57,7 +57,7 @@ static uint64_t machine(const char *root, char *text, uint64_t *free) {
     return known(number_at(shm_line_find(text, "SwapFree:"), 1024));
 }
 
-/* What one cgroup leaves, if that is less than what is known so far.  The numbers of a limit that is not set are huge. */
+/* Lower *room to what one cgroup leaves, if that is less.  The numbers of a limit that is not set are huge. */
 static void look_at(const version *files, const char *folder, uint64_t swap_free, char *text, shm_room *room) {
     const uint64_t limit = file_number(folder, files->limit, text);
     if (limit == UNKNOWN || limit >= INT64_MAX / 2) return;
@@ -94,7 +94,7 @@ static int own_path(const char *text, int unified, char *path, size_t size) {
 /* All cgroups from our own up to the root of a mounted hierarchy: each may have a limit. */
 static void climb(const char *root, const version *files, const char *top, const char *mounted, char *path, uint64_t swap_free,
                   char *text, shm_room *room) {
-    /* What is mounted may be a part of the hierarchy, such as the container's own. */
+    /* The mount may show only a part of the hierarchy, such as the container's own. */
     const size_t skipped = strcmp(top, "/") == 0 ? 0 : strlen(top);
     char *at = strncmp(path, top, skipped) == 0 ? path + skipped : path + strlen(path);
     for (;;) {

@@ -1,11 +1,11 @@
-/* What this process may still use of the machine and of its container. */
+/* The resources of the machine and of its container that this process may still use. */
 #ifndef SHM_LIMITS_H
 #define SHM_LIMITS_H
 
 #include "base.h"
 
 typedef struct shm_room {
-    uint64_t left;                     /* bytes that can be had without driving the kernel to kill a process */
+    uint64_t left;                     /* bytes that can be allocated without the kernel killing a process */
     uint64_t limit;                    /* bytes that are allowed in total, UINT64_MAX: known by `left` only */
     char source[256];                  /* the file that says so */
 } shm_room;

@@ -55,19 +55,19 @@ struct hxa_link {
     uint32_t dead;                     /* the caller's word; the loop's */
 };
 
-/* May something of ours still be written into the peer's memory? */
+/* Return 1 if something of ours may still be written into the peer's memory. */
 static inline int shm_link_open(const hxa_link *link) {
     return shm_load_acq(&link->state) == SHM_UP && shm_load_acq(&link->peer->fence) == 0;
 }
 
-/* Count ourselves among those that write into the peer's memory, on any thread but the loop's; 0 if that must not be. */
+/* Count ourselves among those that write into the peer's memory, on any thread but the loop's; return 0 if that is forbidden. */
 SHM_INTERNAL int shm_link_enter(hxa_link *link);
 SHM_INTERNAL void shm_link_leave(hxa_link *link);
 
 /* Tell the peer that it is fenced, once it asked and nothing is being written into its memory any more. */
 SHM_INTERNAL void shm_link_say_fenced(hxa_link *link);
 
-/* Wake the peer, which was given something to see. */
+/* Wake the peer, because there is something new for it. */
 SHM_INTERNAL void shm_link_wake(hxa_link *link);
 
 /* The link broke by itself: say so once, and let the ops that it cannot serve any more fail. */

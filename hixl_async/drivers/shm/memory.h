@@ -6,7 +6,7 @@
 
 enum { SHM_MEM_MAGIC = 0x4d454d53 };
 
-/* What travels in hxa_metadata.data. */
+/* The content of hxa_metadata.data. */
 typedef struct shm_mem_metadata {
     uint32_t magic;
     uint32_t version;

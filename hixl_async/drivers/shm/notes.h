@@ -18,7 +18,7 @@ SHM_INTERNAL void shm_notes_queue(hxa_link *link, hxa_op *op);
 /* Any thread: send what can be sent, or leave it to the thread that is just doing that. */
 SHM_INTERNAL void shm_notes_pump(hxa_link *link);
 
-/* The loop, after arming: would a pump send something? */
+/* The loop, after arming: return 1 if a pump would send something. */
 SHM_INTERNAL int shm_notes_ready(hxa_link *link);
 
 #endif /* SHM_NOTES_H */

@@ -7,7 +7,7 @@
 /* The loop: from here on T4 applies. */
 SHM_INTERNAL void shm_op_accept(hxa_op *op, hxa_link *link, const void *what, uint16_t kind);
 
-/* The point where it is too late to cancel: 0, or HXA_E_CANCELLED if that came first. */
+/* From here on it is too late to cancel.  Return 0, or HXA_E_CANCELLED if the op was cancelled before. */
 SHM_INTERNAL int32_t shm_op_decide(hxa_op *op);
 
 /* Completion and release in one; the op is the core's again, and the link may go. */

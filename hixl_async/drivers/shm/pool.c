@@ -51,7 +51,7 @@ static void pause_briefly(void) {
 #endif
 }
 
-/* Where ops follow each other closely, to sleep in between costs both sides more than the copies: the loop a system call for
+/* Between ops that follow each other closely, sleeping costs both sides more than the copies: the loop a system call for
  * each, the thread its wake-up.  So a thread whose last wait was short looks before it sleeps; one at a time. */
 void shm_pool_idle(shm_pool *pool, uint64_t due, uint64_t *waited) {
     const uint64_t since = shm_now_ns();

@@ -1,4 +1,4 @@
-/* What the loop and the copy threads share: work that is handed over, and the threads' sleep.
+/* The state that the loop and the copy threads share: work that is handed over, and the threads' sleep.
  *
  * The loop never waits for a copy thread: it pushes ops on a lock-free stack, sets flags, and wakes.  Copy threads share one
  * mutex, which the loop takes only to ask whether an op waits for its turn.
@@ -38,7 +38,7 @@ SHM_INTERNAL void shm_pool_close(shm_pool *pool);
 /* Hand an op over. */
 SHM_INTERNAL void shm_pool_push(shm_pool *pool, hxa_op *op);
 
-/* Some op must not go on: let a thread look for it. */
+/* Some op must stop: let a thread look for it. */
 SHM_INTERNAL void shm_pool_purge(shm_pool *pool);
 
 /* A limit changed: let the threads look again at what waited by the old one. */

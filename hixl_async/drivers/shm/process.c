@@ -42,7 +42,7 @@ static int identify(int pidfd, long *in_proc, long *own) {
     return *in_proc > 0 ? 0 : ENOENT;
 }
 
-/* Does the process run as our user?  The owner of /proc/PID would not tell: it is root for a process that made itself
+/* Check that the process runs as our user.  The owner of /proc/PID is no proof: it is root for a process that made itself
  * undumpable.  Return 0 or the errno. */
 static int same_user(long in_proc) {
     char path[40], text[TEXT_BYTES];
@@ -55,7 +55,7 @@ static int same_user(long in_proc) {
     return real == geteuid() && effective == geteuid() ? 0 : EPERM;
 }
 
-/* May we use process_vm_* on the process?  Asked of an address where no process has memory, so that no page fault comes of it:
+/* Check that process_vm_* work on the process, at an address where no process has memory, so that no page fault follows:
  * the kernel checks the permission first.  Return 0 or the errno. */
 static int permitted(pid_t number) {
     uint8_t byte;
@@ -91,7 +91,7 @@ void shm_process_drop(shm_process *process, int error) {
 
 /* process_vm_* know a process by its number, which passes to another one some time after the process has died.  What was read
  * counts only if the process still lives afterwards.  A write must not begin once it has died; for it to reach another process,
- * the peer would have to die, be waited for, and its number go round to a process of the same user between the two calls. */
+ * the peer would have to die, be waited for, and its number be given to a process of the same user between the two calls. */
 ssize_t shm_process_move(const shm_process *process, uint32_t verb, const struct iovec *here, const struct iovec *there,
                          unsigned long n) {
     ssize_t got;

@@ -20,7 +20,7 @@ static const shm_process SHM_NO_PROCESS = {.pidfd = -1, .error = ESRCH};
  * caller makes sure that the process was alive after this call: then its number had not passed to another one before. */
 SHM_INTERNAL shm_process shm_process_find(uint32_t number, uint32_t own_number);
 
-/* Let go of what was found, and take it for unreachable from now on. */
+/* Close the process that was found, and treat it as unreachable from now on. */
 SHM_INTERNAL void shm_process_drop(shm_process *process, int error);
 
 /* Move bytes between our memory and that of the process, up to 64 pieces.  Return their number, which is less than asked for

@@ -39,7 +39,7 @@ static int receive(hxa_link *link, uint32_t budget) {
     return answer == SHM_RING_OK || budget == 0;
 }
 
-/* Is there anything that a poll would act on?  Asked after arming. */
+/* Return 1 if a poll would find anything to do; called after arming. */
 static int waiting(hxa_link *link) {
     shm_half *own = link->own;
     if (shm_fence_waits(link)) return 1;

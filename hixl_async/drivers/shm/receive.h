@@ -1,4 +1,4 @@
-/* What the peer sends: signals, notifications, and the end of the link. */
+/* Everything that the peer sends: signals, notifications, and the end of the link. */
 #ifndef SHM_RECEIVE_H
 #define SHM_RECEIVE_H
 

@@ -11,7 +11,7 @@
 
 enum { SHM_RING_FULL = 0, SHM_RING_EMPTY = 0, SHM_RING_OK = 1, SHM_RING_CORRUPT = -1 };
 
-/* Producer: is there room for a record?  OK, FULL, or CORRUPT if the other side's tail makes no sense. */
+/* Producer: return OK if there is room for a record, FULL, or CORRUPT if the other side's tail makes no sense. */
 SHM_INTERNAL int shm_ring_room(shm_half *half, uint32_t capacity, uint64_t head, uint64_t *tail_seen, uint64_t payload);
 
 /* Producer: append a record; only after room answered OK. */

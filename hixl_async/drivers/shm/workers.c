@@ -73,7 +73,7 @@ static hxa_op *pick(shm_pool *pool, int small, uint64_t *now) {
     return NULL;
 }
 
-/* Why no further chunk of the op may start, or 0. */
+/* Return the status that keeps further chunks of the op from starting, or 0. */
 static int32_t verdict(hxa_op *op) {
     const shm_job *job = shm_job_of(op);
     if (shm_load_sc(&job->state) & SHM_CANCELLED) return HXA_E_CANCELLED;
@@ -86,7 +86,7 @@ static void fail(hxa_op *op, int32_t status) {
     op->scope = status == HXA_E_LINK ? HXA_SCOPE_LINK : HXA_SCOPE_OP;
 }
 
-/* Takes every op that must not go on out of the queues; those without running chunks are chained to *ended. */
+/* Remove from the queues every op that must stop; those without running chunks are chained to *ended. */
 static void purge(shm_pool *pool, hxa_op **ended) {
     for (int i = 0; i < 3; i++) {
         hxa_op *op = pool->queues[i].first;
@@ -168,7 +168,7 @@ static void run_chunk(const chunk *cut, shm_outcome *out) {
     }
 }
 
-/* A chunk is over.  Answers 1 for the last one of an op that goes no further. */
+/* A chunk is over.  Return 1 for the last one of an op that goes no further. */
 static int account(shm_pool *pool, hxa_op *op, const shm_outcome *out) {
     shm_job *job = shm_job_of(op);
     shm_store(&op->bytes, shm_load(&op->bytes) + out->bytes);
@@ -183,7 +183,7 @@ static int account(shm_pool *pool, hxa_op *op, const shm_outcome *out) {
     return job->in_flight == 0 && !job->queued;
 }
 
-/* All chunks of the op are joined: its signal, its notification, its end.  op->status tells whether the data arrived. */
+/* All chunks of the op are joined: its signal, its notification, its end.  op->status says whether the data arrived. */
 static void landed(hxa_op *op) {
     shm_job *job = shm_job_of(op);
     hxa_link *link = job->link;

@@ -11,7 +11,7 @@
 /* Before work of that size is accepted: start enough threads, or at least one.  Return 0 or a refusal. */
 SHM_INTERNAL int shm_workers_ready(hxa_instance *self, uint64_t bytes, uint64_t descriptors);
 
-/* Is the op queued, and no part of it being copied? */
+/* Return 1 if the op is queued and no part of it is being copied. */
 SHM_INTERNAL int shm_waits(hxa_link *link, const hxa_op *op);
 
 #endif /* SHM_WORKERS_H */
