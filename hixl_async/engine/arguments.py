@@ -76,7 +76,7 @@ def whole_number(name: str, value: object) -> int:
 
     :raises InvalidArgumentError: if it is not a whole number, or too long to be printed; the message contains `name`.
     """
-    number = _integer(name, value)
+    number = value if type(value) is int else _integer(name, value)
     if number.bit_length() <= PRINTABLE_BITS:
         return number
     raise InvalidArgumentError(f"{name} must be a whole number of at most {PRINTABLE_BITS} bits")

@@ -60,6 +60,11 @@ class Sender:
         self._remote: RemoteRegion | None = None
         self._signals: RemoteRegion | None = None
         self._rows: dict[tuple[int, ...], Any] = {}
+        layout = context.layout
+        self._layer_bytes, self._remote_layer_bytes = (
+            layout.layer_bytes(n) for n in (context.blocks, ticket.pool_blocks)
+        )
+        self._block_bytes = layout.layer_bytes(1)
         self._transfers: dict[int, Transfer] = {}
         self._in_flight: dict[int, int] = {}  # bytes by layer
         self._queue: deque[_Push] = deque()
@@ -138,8 +143,7 @@ class Sender:
         assert self._remote is not None
         assert self._signals is not None
         context, ticket, layer = self._context, self._ticket, push.layer
-        local_bytes = context.layout.layer_bytes(context.blocks)
-        remote_bytes = context.layout.layer_bytes(ticket.pool_blocks)
+        local_bytes, remote_bytes = self._layer_bytes, self._remote_layer_bytes
         batch = Batch(
             "write",
             context.region[layer * local_bytes : (layer + 1) * local_bytes],
@@ -159,7 +163,7 @@ class Sender:
         return len(self._in_flight) < 2 or sum(self._in_flight.values()) + self._size(push) <= WINDOW
 
     def _size(self, push: _Push) -> int:
-        return self._context.layout.layer_bytes(len(push.ids))
+        return len(push.ids) * self._block_bytes
 
     def _rows_of(self, ids: tuple[int, ...]) -> Any:
         """Return the descriptors of a layer, counted from its start in both pools: the same for every layer."""
