@@ -1,5 +1,7 @@
 #include "doorbell.h"
 
+#include "link.h"
+
 #include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
@@ -57,9 +59,17 @@ int shm_bell_held(int fd) {
     return HXA_RETRY(poll(&end, 1, 0)) >= 0 && !(end.revents & (POLLHUP | POLLERR | POLLNVAL));
 }
 
-int shm_bell_ring(int fd) {
+/* Return 1 if a byte went in; a full pipe already holds more wake-ups than are needed. */
+static int ring(int fd) {
     const uint8_t byte = 1;
     return HXA_RETRY(write(fd, &byte, 1)) == 1;
+}
+
+/* Dekker: we stored what there is to see, then look whether the peer sleeps; it says that it sleeps, then looks again. */
+void shm_bell_wake(hxa_link *link) {
+    uint32_t *armed = &link->peer->armed;
+    if (shm_load_sc(armed) == 0 || shm_swap_sc(armed, 0u) == 0) return;
+    if (ring(link->bell)) shm_add(&link->self->others.wakes_sent, 1);
 }
 
 ssize_t shm_bell_clear(int fd, uint32_t nowait) {

@@ -31,8 +31,8 @@ SHM_INTERNAL int shm_bell_adopt(int *fd, uint32_t nowait);
 /* Return 1 if the other end is open. */
 SHM_INTERNAL int shm_bell_held(int fd);
 
-/* Ring.  Return 1 if a byte went in; a full pipe already holds more wake-ups than are needed. */
-SHM_INTERNAL int shm_bell_ring(int fd);
+/* Wake the peer, because there is something new for it; no effect if it is awake. */
+SHM_INTERNAL void shm_bell_wake(hxa_link *link);
 
 /* Take at most one page of rings.  Return their number, SHM_BELL_CLOSED or SHM_BELL_FAULTY; after these two the descriptor may be
  * readable for ever, and must not be watched any more. */

@@ -1,5 +1,7 @@
 #include "fence.h"
 
+#include "doorbell.h"
+
 static int came(const hxa_link *link) {
     return shm_load_sc(&link->own->fenced) != 0 || shm_load_sc(&link->own->gone) != 0;
 }
@@ -10,7 +12,7 @@ int shm_link_fence(hxa_link *link, hxa_op *op) {
     shm_link_adopt(link, op);
     link->fence = op;
     shm_store_sc(&link->own->fence, 1u);
-    shm_link_wake(link);
+    shm_bell_wake(link);
     return HXA_PENDING;
 }
 

@@ -2,21 +2,12 @@
 
 #include "doorbell.h"
 
-/* ---- waking ---------------------------------------------------------------------------------------------------------- */
-
-/* Dekker: we stored what there is to see, then look whether the peer sleeps; it says that it sleeps, then looks again. */
-void shm_link_wake(hxa_link *link) {
-    uint32_t *armed = &link->peer->armed;
-    if (shm_load_sc(armed) == 0 || shm_swap_sc(armed, 0u) == 0) return;
-    if (shm_bell_ring(link->bell)) shm_add(&link->self->others.wakes_sent, 1);
-}
-
 /* ---- references ------------------------------------------------------------------------------------------------------ */
 
 static void say_gone(hxa_link *link) {
     if (link->peer == NULL) return;
     shm_store_sc(&link->peer->gone, 1u);
-    shm_link_wake(link);
+    shm_bell_wake(link);
 }
 
 /* In place of link->stops: the stop is over, and nothing waits for it any more. */
@@ -83,7 +74,7 @@ void shm_link_say_fenced(hxa_link *link) {
     uint32_t asked = 1;
     if (!__atomic_compare_exchange_n(&link->fenced, &asked, 2, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return;
     shm_store_sc(&link->peer->fenced, 1u);
-    shm_link_wake(link);
+    shm_bell_wake(link);
 }
 
 int shm_link_pace(hxa_link *link, uint64_t bytes_per_second) {

@@ -1,7 +1,7 @@
 /* A link: two halves, each a segment made by one side and written by the other, and a doorbell in each direction.
  *
- * This header has what all parts need: the count of writes to the peer's memory, its lifetime, and the wake-up of the peer.  It is
- * made in connect.c, read in receive.c, and ended in fence.c and stop.c.
+ * This header has what all parts need: the count of writes to the peer's memory, and its lifetime.  It is made in connect.c, read
+ * in receive.c, and ended in fence.c and stop.c.
  */
 #ifndef SHM_LINK_H
 #define SHM_LINK_H
@@ -66,9 +66,6 @@ SHM_INTERNAL void shm_link_leave(hxa_link *link);
 
 /* Tell the peer that it is fenced, once it asked and nothing is being written into its memory any more. */
 SHM_INTERNAL void shm_link_say_fenced(hxa_link *link);
-
-/* Wake the peer, because there is something new for it. */
-SHM_INTERNAL void shm_link_wake(hxa_link *link);
 
 /* The link broke by itself: say so once, and let the ops that it cannot serve any more fail. */
 SHM_INTERNAL void shm_link_break(hxa_link *link, int32_t status, const char *why);

@@ -1,5 +1,6 @@
 #include "notes.h"
 
+#include "doorbell.h"
 #include "op.h"
 #include "ring.h"
 
@@ -60,7 +61,7 @@ static void work(hxa_link *link) {
         }
         shm_op_finish(op);
     }
-    if (sent != 0) shm_link_wake(link);
+    if (sent != 0) shm_bell_wake(link);
     if (shm_load_acq(&link->state) != SHM_UP) sweep(link, 1);
     if (link->waiting.first == NULL) shm_store(&link->starved, 0u);
 }
@@ -95,7 +96,7 @@ int shm_notes_send(hxa_link *link, const hxa_batch *batch, hxa_op *op) {
     if (__atomic_compare_exchange_n(&link->busy, &idle, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
         if (link->waiting.first == NULL && shm_load_acq(&link->incoming) == NULL && room(link, batch) == SHM_RING_OK) {
             put(link, batch);
-            shm_link_wake(link);
+            shm_bell_wake(link);
             sent = 1;
         }
         leave(link);

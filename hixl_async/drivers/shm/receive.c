@@ -33,7 +33,7 @@ static int receive(hxa_link *link, uint32_t budget) {
     if (link->tail != before) {
         shm_store_sc(&own->tail, link->tail);
         /* Dekker with the pump of the peer: it says that it wants room, then looks at tail. */
-        if (shm_load_sc(&own->want_space) != 0 && shm_swap_sc(&own->want_space, 0u) != 0) shm_link_wake(link);
+        if (shm_load_sc(&own->want_space) != 0 && shm_swap_sc(&own->want_space, 0u) != 0) shm_bell_wake(link);
     }
     if (answer == SHM_RING_CORRUPT) shm_link_break(link, HXA_E_PROTOCOL, "the peer wrote a malformed record into the notification ring");
     return answer == SHM_RING_OK || budget == 0;

@@ -1,6 +1,7 @@
 #include "submit.h"
 
 #include "copy.h"
+#include "doorbell.h"
 #include "notes.h"
 #include "op.h"
 #include "region.h"
@@ -99,11 +100,11 @@ int shm_submit(hxa_link *link, const hxa_batch *batch, hxa_op *op) {
     if (batch->signal != NULL) {
         shm_outcome out;
         if (shm_signal_store(link, batch, &out) != 0) return fail_inline(link, batch, op, &out);
-        if (batch->topic == NULL) shm_link_wake(link);
+        if (batch->topic == NULL) shm_bell_wake(link);
     }
     shm_bump(&self->loop.ops_inline, 1);
     if (batch->topic == NULL) return HXA_DONE;
     status = shm_notes_send(link, batch, op);
-    if (status == HXA_PENDING && batch->signal != NULL) shm_link_wake(link);
+    if (status == HXA_PENDING && batch->signal != NULL) shm_bell_wake(link);
     return status;
 }

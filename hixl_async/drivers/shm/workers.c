@@ -5,6 +5,7 @@
 #include <stdio.h>
 
 #include "copy.h"
+#include "doorbell.h"
 #include "notes.h"
 #include "op.h"
 #include "region.h"
@@ -205,7 +206,7 @@ static void landed(hxa_op *op) {
                 op->scope = out.scope;
             }
             shm_link_leave(link);
-            shm_link_wake(link);
+            shm_bell_wake(link);
         }
     }
     if (op->status == 0 && batch != NULL && batch->topic != NULL) {
