@@ -12,7 +12,7 @@ from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
 from ..engine.arguments import positive_seconds, whole_number
 from ..engine.started import Started, already_over
-from ..errors import ClosedError, InvalidArgumentError, RangeError
+from ..errors import ClosedError, InvalidArgumentError, RangeError, TicketError
 from .lease import Lease
 from .stream import Consumer, LayerStream
 
@@ -96,11 +96,16 @@ class Blocks(Sealed, maker="pool.reserve()"):
         :param timeout: seconds from now after which the stream fails, whatever its progress; default: no limit.
         :return: the ticket as a JSON-safe dict.
         :raises InvalidArgumentError: if the times are given again after the first call, or are not positive.
+        :raises TicketError: if the stream has ended, for example because the ticket expired.
         :raises AccessError: if the pool's ``access`` does not let peers write.
         :raises ClosedError: if the blocks or the pool are closed.
         :raises WrongLoopError: if called outside of the engine's event loop.
         """
-        return self._grant(ttl, stall, timeout).ticket.body()
+        consumer = self._grant(ttl, stall, timeout)
+        if (outcome := consumer.state.outcome) is not None:
+            why = outcome.reason or "all layers have landed"
+            raise TicketError(f"the ticket of these blocks cannot be used any more: {why}; reserve other blocks")
+        return consumer.ticket.body()
 
     def stream(self) -> LayerStream:
         """Return the stream of the layers that land; the same object at every call.

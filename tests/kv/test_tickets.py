@@ -56,6 +56,23 @@ async def test_a_changed_ticket_is_refused_and_nothing_is_written(pair: Pair, fi
     assert pair.target.statistics() == (16, 0, 0, 0)
 
 
+async def test_no_ticket_of_a_stream_that_has_ended(pair: Pair) -> None:
+    """It could not be used: it has expired, was aborted, or its layers have landed."""
+    async with pair.target.reserve(blocks=1) as blocks:
+        issued = blocks.ticket(ttl=0.01)
+        with pytest.raises(TicketError, match=r"no producer opened the ticket within 0\.01 s"):
+            await blocks.stream().finished()
+        with pytest.raises(TicketError, match=r"cannot be used any more: no producer opened .*; reserve other blocks"):
+            blocks.ticket()
+    async with pair.target.reserve(blocks=1) as blocks, pair.source.reserve(blocks=1) as source:
+        assert blocks.ticket() == blocks.ticket() != issued
+        async with pair.source.open_stream(pair.to_d, blocks.ticket()) as out:
+            for layer in range(LAYOUT.layers):
+                out.push(layer, source[layer])
+        with pytest.raises(TicketError, match="cannot be used any more: all layers have landed"):
+            blocks.ticket()
+
+
 async def test_both_sides_are_told_of_a_changed_block_list(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.target.reserve(blocks=2) as others:
         ticket = {**blocks.ticket(), "blocks": list(others.ids)}
