@@ -17,42 +17,9 @@ from typing import Any
 
 from ..engine.arguments import positive_number
 from ..errors import InvalidArgumentError, RangeError
+from .dtypes import ITEM_BYTES, element_type
 
 __all__ = ["Layout"]
-
-_ITEM_BYTES = {
-    "bool": 1,
-    "int8": 1,
-    "uint8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "int16": 2,
-    "uint16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "float32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float64": 8,
-}
-_ALIASES = {
-    "half": "float16",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "float": "float32",
-    "fp32": "float32",
-    "double": "float64",
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-    "float8_e4m3": "float8_e4m3fn",
-}
-
 
 #: The most blocks for which a Python loop is faster than a dozen calls of numpy.
 FEW = 16
@@ -82,12 +49,12 @@ class Layout:
         numbers = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "block_tokens": block_tokens}
         for name, value in numbers.items():
             object.__setattr__(self, name, positive_number(name, value))
-        object.__setattr__(self, "dtype", _element_type(dtype))
+        object.__setattr__(self, "dtype", element_type(dtype))
 
     @property
     def item_bytes(self) -> int:
         """The bytes of one element."""
-        return _ITEM_BYTES[self.dtype] if isinstance(self.dtype, str) else self.dtype
+        return ITEM_BYTES[self.dtype] if isinstance(self.dtype, str) else self.dtype
 
     @property
     def block_bytes(self) -> int:
@@ -203,35 +170,6 @@ class Layout:
 
 
 _FIELDS = tuple(Layout.__dataclass_fields__)
-
-
-def _element_type(dtype: object) -> str | int:
-    if isinstance(dtype, int):
-        return positive_number("dtype, where it is the size of an element in bytes,", dtype)
-    name = _type_name(dtype).removeprefix("torch.")
-    name = _ALIASES.get(name, name)
-    if name not in _ITEM_BYTES or (isinstance(dtype, type) and dtype.__module__ == "builtins"):
-        known = ", ".join(sorted(_ITEM_BYTES))
-        raise InvalidArgumentError(f"dtype {dtype!r} is not known; use its size in bytes, or one of {known}")
-    if not getattr(dtype, "isnative", True):
-        raise InvalidArgumentError(f"dtype {dtype!r} has a foreign byte order; use the native one")
-    return name
-
-
-def _type_name(dtype: object) -> str:
-    """Return the name that a library gave its element type, without importing the library."""
-    if isinstance(dtype, str):
-        return dtype
-    numpy = sys.modules.get("numpy")
-    if isinstance(dtype, type):
-        # Some scalar types of numpy, such as longlong, have names that differ from their dtypes'.  The class is missing while
-        # another thread imports numpy.
-        scalars = getattr(numpy, "generic", None)
-        if numpy is not None and scalars is not None and issubclass(dtype, scalars):
-            return str(numpy.dtype(dtype).name)
-        return dtype.__name__
-    # numpy, ml_dtypes and TensorFlow name their dtypes; torch's only print as "torch.bfloat16".
-    return str(getattr(dtype, "name", dtype))
 
 
 def _check_ids(side: str, ids: Iterable[int], pool_blocks: int) -> None:
