@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .. import Engine, Peer, __version__, drivers
+from .. import Engine, Peer, __version__, drivers, kv
 from ..control.handshake import HOW_TO_SHARE_A_SECRET
 from ..engine.arguments import positive_seconds
 from ..errors import (
@@ -116,6 +116,37 @@ def _parser() -> argparse.ArgumentParser:
     ping.add_argument("--timeout", type=_seconds, default=5.0, help="seconds that each step may take (default: 5)")
     ping.set_defaults(run=_ping)
 
+    sizes = commands.add_parser(
+        "capacity",
+        allow_abbrev=False,
+        help="the memory that a model's KV cache needs",
+        description="Computes the KV cache memory of one rank from the shape of a model, and the length and number of its"
+        " sequences.",
+    )
+    for name, default, text in (
+        ("layers", None, "attention layers that the rank holds"),
+        ("kv-heads", None, "key/value heads of the whole model"),
+        ("head-dim", None, "elements per head"),
+        ("latent", None, "elements of the latent per token, in place of --kv-heads and --head-dim (MLA)"),
+        ("rope", None, "elements of the rotary part per token, with --latent"),
+        ("tokens", None, "tokens of a sequence, prompt and answer together"),
+        ("sequences", 1, "sequences that are held at a time (default: 1)"),
+        ("block-tokens", 16, "tokens per block (default: 16)"),
+        ("ranks", 1, "ranks of the tensor parallelism (default: 1)"),
+        ("shared", 0, "tokens of a prefix that all sequences have in common (default: 0)"),
+        ("window", None, "tokens that a sliding window reaches"),
+        ("memory", None, "GiB of memory; also show how many sequences fit"),
+    ):
+        sizes.add_argument(
+            f"--{name}",
+            type=_number(0 if name == "shared" else 1, 1 << 40),
+            default=default,
+            required=name in ("layers", "tokens"),
+            help=text,
+        )
+    sizes.add_argument("--dtype", default="bfloat16", help="element type (default: bfloat16)")
+    sizes.set_defaults(run=_capacity)
+
     for command in (info, ping):
         command.add_argument(
             "--option",
@@ -125,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
             default=[],
             help="an option of a driver, such as hixl.hixl_ip=10.0.0.5; may be repeated",
         )
+    for command in (info, ping, sizes):
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
@@ -164,6 +196,50 @@ def _seconds(text: str) -> float:
         return positive_seconds("", float(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds") from None
+
+
+# ---- capacity ---------------------------------------------------------------------------------------------------------
+
+
+def _capacity(options: argparse.Namespace) -> int:
+    found = kv.capacity(
+        _group(options),
+        tokens=options.tokens,
+        sequences=options.sequences,
+        block_tokens=options.block_tokens,
+        ranks=options.ranks,
+        shared=options.shared,
+    )
+    facts = {"blocks": found.blocks[0], **{name: getattr(found, name) for name in found._fields[1:]}}
+    if options.memory is not None:
+        facts["sequences"] = max(0, (options.memory << 30) - found.shared_bytes) // found.sequence_bytes
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    labels = {
+        "nbytes": "memory",
+        "sequence_bytes": "each sequence",
+        "shared_bytes": "common prefix",
+        "sequences": "room for",
+    }
+    for name, value in facts.items():
+        text = f"{value:,} bytes, {value / (1 << 30):.2f} GiB" if name.endswith("bytes") else f"{value:,}"
+        _table(
+            [(labels.get(name, name), text + (f" sequences in {options.memory} GiB" if name == "sequences" else ""))]
+        )
+    return 0
+
+
+def _group(options: argparse.Namespace) -> kv.Group:
+    """Return the group of layers that the options describe."""
+    attention, latent = (options.kv_heads, options.head_dim), (options.latent, options.rope)
+    if None not in attention and latent == (None, None):
+        return kv.Group.attention(options.layers, *attention, options.dtype, window=options.window)
+    if None not in latent and attention == (None, None) and options.window is None:
+        return kv.Group.latent(options.layers, *latent, options.dtype)
+    raise InvalidArgumentError(
+        "give either --kv-heads and --head-dim, with --window for a sliding window; or --latent and --rope"
+    )
 
 
 # ---- info ------------------------------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@
 `Part`, `Group`         what a model keeps per token
 `Shard`, `View`         what one rank holds of it, and where
 `senders`, `Plan`       which rank sends what, and the copies
+`capacity`              the memory that a model's sequences need
 ======================  ==================================================================================
 """
 
 from .blocks import Blocks, LayerBlocks, Reservation
+from .capacity import Capacity, capacity
 from .layout import Layout
 from .plan import BlockTable, Plan
 from .pool import Pool, PoolStatistics
@@ -27,6 +29,7 @@ from .stream import LayerStream
 __all__ = [
     "BlockTable",
     "Blocks",
+    "Capacity",
     "Group",
     "LayerBlocks",
     "LayerStream",
@@ -45,5 +48,6 @@ __all__ = [
     "Ticket",
     "Verdict",
     "View",
+    "capacity",
     "senders",
 ]

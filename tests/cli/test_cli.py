@@ -447,6 +447,45 @@ def test_output_without_a_reader() -> None:
     assert (result.returncode, result.stderr) == (1, b"")
 
 
+# ---- capacity ----
+
+LLAMA = ("capacity", "--layers", "80", "--kv-heads", "8", "--head-dim", "128")
+
+
+def test_capacity(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*LLAMA, "--ranks", "8", "--tokens", "4096", "--sequences", "64", "--memory", "16"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:2] == ["blocks 16,384", "memory 10,737,418,240 bytes, 10.00 GiB"]
+    assert lines[-1] == "room for 102 sequences in 16 GiB"
+
+
+def test_capacity_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--layers", "61", "--latent", "512", "--rope", "64", "--dtype", "bf16")
+    assert cli.main(["capacity", *model, "--tokens", "4096", "--shared", "2048", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "blocks": 256,
+        "nbytes": 287_834_112,
+        "sequence_bytes": 143_917_056,
+        "shared_bytes": 143_917_056,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["capacity", "--layers", "2", "--kv-heads", "8", "--tokens", "9"], "either --kv-heads and --head-dim"),
+        ([*LLAMA, "--tokens", "9", "--latent", "5", "--rope", "5"], "either --kv-heads and --head-dim"),
+        ([*LLAMA, "--tokens", "9", "--shared", "10"], "shared must be at most 9"),
+        ([*LLAMA, "--tokens", "9", "--dtype", "int9"], "dtype 'int9' is not known"),
+    ],
+)
+def test_capacity_of_nothing_known(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+
+
 def test_version_and_help() -> None:
     assert hixl("--version").stdout.strip() == f"hixl-async {hixl_async.__version__}"
     text = hixl("--help").stdout
