@@ -213,7 +213,7 @@ class Strides(NamedTuple):
     head: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class View:
     """How a shard of a group lies in memory; `ordered` makes the usual ones.
 
@@ -230,37 +230,47 @@ class View:
     shard: Shard
     blocks: int
     block_tokens: int
-    places: Mapping[int, Sequence[Place]]
-    strides: Sequence[Strides]
+    places: Mapping[int, tuple[Place, ...]]
+    strides: tuple[Strides, ...]
     #: The bytes of each tensor, from its start to the last byte that is used.
-    tensor_bytes: tuple[int, ...] = field(init=False, compare=False)
+    tensor_bytes: tuple[int, ...] = field(compare=False)
 
-    def __post_init__(self) -> None:
-        positive_number("blocks", self.blocks)
-        positive_number("block_tokens", self.block_tokens)
+    def __init__(
+        self,
+        group: Group,
+        shard: Shard,
+        blocks: int,
+        block_tokens: int,
+        places: Mapping[int, Sequence[Place]],
+        strides: Sequence[Strides],
+    ) -> None:
+        object.__setattr__(self, "group", group)
+        object.__setattr__(self, "shard", shard)
+        object.__setattr__(self, "blocks", positive_number("blocks", blocks))
+        object.__setattr__(self, "block_tokens", positive_number("block_tokens", block_tokens))
+        object.__setattr__(self, "places", MappingProxyType({layer: tuple(found) for layer, found in places.items()}))
+        object.__setattr__(self, "strides", tuple(strides))
+        object.__setattr__(self, "tensor_bytes", self._check())
+
+    def _check(self) -> tuple[int, ...]:
+        """Return the bytes of each tensor."""
+        parts = self.group.parts
         unknown = set(self.shard.layers) - set(self.group.layers)
         if unknown:
             raise InvalidArgumentError(f"layer {min(unknown)} of the shard is not one of the group's")
         if set(self.places) != set(self.shard.layers):
             raise InvalidArgumentError("places must name exactly the layers of the shard")
-        if len(self.strides) != len(self.group.parts) or {len(places) for places in self.places.values()} != {
-            len(self.group.parts)
-        }:
-            raise InvalidArgumentError(
-                f"places and strides must have one entry for each of {len(self.group.parts)} parts"
-            )
+        if len(self.strides) != len(parts) or {len(places) for places in self.places.values()} != {len(parts)}:
+            raise InvalidArgumentError(f"places and strides must have one entry for each of {len(parts)} parts")
         ends: dict[int, int] = {}
         for places in self.places.values():
-            for part, place, stride in zip(self.group.parts, places, self.strides, strict=True):
+            for part, place, stride in zip(parts, places, self.strides, strict=True):
                 if min(*place, *stride) < 0:
                     raise InvalidArgumentError(f"part {part.name!r}: offsets and strides must not be negative")
-                end = place.offset + self._span(part, stride)
-                ends[place.tensor] = max(ends.get(place.tensor, 0), end)
+                ends[place.tensor] = max(ends.get(place.tensor, 0), place.offset + self._span(part, stride))
         if set(ends) != set(range(len(ends))):
             raise InvalidArgumentError(f"tensors must be numbered from 0 without gaps, not {sorted(ends)}")
-        object.__setattr__(self, "places", MappingProxyType({n: tuple(places) for n, places in self.places.items()}))
-        object.__setattr__(self, "strides", tuple(self.strides))
-        object.__setattr__(self, "tensor_bytes", tuple(ends[tensor] for tensor in range(len(ends))))
+        return tuple(ends[tensor] for tensor in range(len(ends)))
 
     def _span(self, part: Part, stride: Strides) -> int:
         """Return the bytes from the first to the last of a part of a layer, whose items must not overlap."""
