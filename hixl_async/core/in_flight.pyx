@@ -209,7 +209,7 @@ cdef class InFlightTable(CoreBase):
     cdef bint _withholds(self, Transfer transfer, uint32_t events) except *:
         """Keep back the failure of a transfer whose link broke while the cause is awaited; see `Link.explain_by`."""
         cdef Link link = transfer.link
-        if transfer.control or transfer.outcome != ACTIVE or link.stops or link.cause_awaited is None:
+        if transfer.control or transfer.outcome != ACTIVE or link.cause_awaited is None:
             return False
         if not link.withheld and not link.cause_awaited():
             return False
@@ -219,6 +219,7 @@ cdef class InFlightTable(CoreBase):
     cdef int _settle_withheld(self, Link link) except -1:
         cdef Transfer transfer
         withheld, link.withheld = link.withheld, []
+        self.direct = False  # the caller is in the middle of its work, so that no task may run now
         for transfer, events in withheld:
             self._settle_events(transfer, events)
         return 0

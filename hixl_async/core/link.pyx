@@ -448,10 +448,14 @@ cdef class Link:
         """Set the functions that know why the link is down, for the errors of its transfers.
 
         :param explain: returns the cause, and True if the peer's process is known to have ended; or None.
-        :param cause_awaited: returns True if the cause will be known soon, and `stop` called then; until that call, transfers
-            that failed with the link stay in flight.
+        :param cause_awaited: returns True if the cause will be known soon, and `cause_known` called then; until that call,
+            transfers that failed with the link stay in flight.
         """
         self.explain, self.cause_awaited = explain, cause_awaited
+
+    def cause_known(self):
+        """Report the transfers that failed with the link while the cause was awaited."""
+        self.driver.core._settle_withheld(self)
 
     def refuse(self):
         """Refuse new work from here on."""
@@ -547,7 +551,6 @@ cdef class Link:
             op = core._begin_call(self)
             self.stops.append(core._end_call(op, self.driver.table.link_stop(self.link, dead, op), "stop of a link"))
         self.dead |= dead
-        core._settle_withheld(self)
         return core._drained_transfers(self.stops)
 
     def free(self):

@@ -299,6 +299,11 @@ class Links:
         for link in self._links.values():
             link.refuse()
 
+    def cause_known(self) -> None:
+        """Report the transfers that failed with their link while the cause was awaited."""
+        for link in self._links.values():
+            link.cause_known()
+
     async def drain(self, until: float) -> None:
         """Wait for our work to finish by itself, until a point in time."""
         drains = [link.drained() for link in self._links.values()]

@@ -476,7 +476,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
 
     def _cause_awaited(self) -> bool:
         """Return True while the goodbye or the death that explains the end of a link may still come."""
-        return self._awaits_goodbye or self._expects_death()
+        return self.state is not PeerState.DOWN and (self._awaits_goodbye or self._expects_death())
 
     def _expects_death(self) -> bool:
         """Return True while the peer's process seems to be ending, for `DEATH_GRACE` at most; there is no new work then.
@@ -646,6 +646,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             self._dying.cancel()
         self._session.change(PeerState.DOWN, error)
         self._links.refuse()
+        self._links.cause_known()
         if not self._links.ready.done():
             self._links.ready.set_exception(error)
             self._links.ready.exception()  # retrieved, because no task may be waiting for it

@@ -22,7 +22,7 @@ def _numpy() -> Any:
     try:
         import numpy
     except ImportError:
-        raise InvalidArgumentError("streams of KV caches need numpy; install it: pip install numpy") from None
+        raise InvalidArgumentError("plans of KV caches need numpy; install it: pip install numpy") from None
     return numpy
 
 

@@ -229,6 +229,23 @@ async def test_a_death_that_does_not_come(losing: Losing) -> None:
     await until(lambda: pair.left.stats().peers == 0)
 
 
+async def test_other_links_that_are_slow_to_stop_hold_up_no_failure(
+    losing: Losing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer has a link of each driver, which stop one after the other; the cause is known before."""
+    slow, stop = asyncio.Event(), losing.pair.peer._links.stop
+
+    async def stop_later() -> None:
+        await slow.wait()
+        await stop()
+
+    monkeypatch.setattr(losing.pair.peer._links, "stop", stop_later)
+    async with asyncio.timeout(5):
+        await lost(losing.transfer, "the process of peer 'right' is ending")
+    assert losing.pair.peer.state is PeerState.DOWN
+    slow.set()
+
+
 async def test_a_transfer_is_cancelled_while_the_death_is_awaited(losing: Losing) -> None:
     assert losing.transfer.cancel()
     assert losing.transfer.cancelled()
