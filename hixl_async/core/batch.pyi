@@ -18,6 +18,7 @@ _Table: TypeAlias = Buffer | _SupportsDLPack | Sequence[Sequence[int]]
 _Rows: TypeAlias = _Table  # N x 3: local offset, remote offset, length
 _Runs: TypeAlias = _Table  # N x 6: local offset, local stride, remote offset, remote stride, length, count
 _Part: TypeAlias = tuple[_Local, _Remote] | tuple[_Local, _Remote, _Rows]
+_Strided: TypeAlias = tuple[_Local, _Remote, _Runs]
 
 @final
 class Batch:
@@ -25,8 +26,12 @@ class Batch:
     def __new__(cls, verb: _Verb, local: _Local, remote: _Remote, rows: _Rows | None = None) -> Batch: ...
     @overload
     def __new__(cls, verb: _Verb, local: Sequence[_Part]) -> Batch: ...
+    @overload
     @classmethod
     def strided(cls, verb: _Verb, local: _Local, remote: _Remote, runs: _Runs) -> Batch: ...
+    @overload
+    @classmethod
+    def strided(cls, verb: _Verb, local: Sequence[_Strided], remote: None = None, runs: None = None) -> Batch: ...
     def shifted(self, local: int = 0, remote: int = 0) -> Batch: ...
     @property
     def count(self) -> int: ...

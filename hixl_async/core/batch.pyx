@@ -16,6 +16,7 @@ import sys
 from array import array
 
 from .. import errors
+from ..display import shown
 from .unpicklable import unpicklable
 
 # In place of a verb: an empty batch, to be filled here.
@@ -36,13 +37,13 @@ cdef object _table(object rows, Py_ssize_t width, str words):
         flat, row = array("Q"), rows
         try:
             for row in rows:
-                before = len(flat)
-                flat.extend(row)
-                if len(flat) - before != width:
+                members = tuple(row)
+                if len(members) != width or _has_flag(members):
                     raise ValueError
+                flat.extend(members)
         except (TypeError, ValueError, OverflowError) as error:
             raise errors.InvalidArgumentError(
-                f"rows must be sequences ({words}) of integers in 0..2**64-1, not {row!r}"
+                f"rows must be sequences ({words}) of integers in 0..2**64-1, not {shown(row)}"
             ) from error
         if not flat:
             raise _nothing_to_move()
@@ -63,6 +64,14 @@ cdef object _table(object rows, Py_ssize_t width, str words):
     return view.cast("B").cast("Q", view.shape)
 
 
+cdef bint _has_flag(tuple members) except -1:
+    """Return True if a bool is among the numbers of a row."""
+    for member in members:
+        if member is True or member is False:
+            return True
+    return False
+
+
 cdef object _nothing_to_move():
     return errors.InvalidArgumentError("the batch has no descriptors; leave the call out when there is nothing to move")
 
@@ -71,6 +80,8 @@ cdef list _parts(object parts):
     """Return the parts of a batch as tuples of two or three."""
     cdef list listed = []
     part = parts
+    if isinstance(parts, (Memory, LocalSlice, RemoteSlice)):
+        raise errors.InvalidArgumentError("remote is missing: a batch has two sides, or a sequence of parts in place of both")
     try:
         for part in parts:
             members = tuple(part)
@@ -79,7 +90,8 @@ cdef list _parts(object parts):
             listed.append(members)
     except TypeError:
         raise errors.InvalidArgumentError(
-            f"parts must be a sequence whose members are (local, remote, rows) or (local_slice, remote_slice), not {part!r}"
+            "parts must be a sequence whose members are (local, remote, rows) or (local_slice, remote_slice), not "
+            + shown(part)
         ) from None
     return listed
 
@@ -135,37 +147,51 @@ cdef class Batch:
         self._end()
 
     @classmethod
-    def strided(cls, verb, local, remote, runs):
+    def strided(cls, verb, local, remote=None, runs=None):
         """Make a batch of copies at regular distances, such as one head's keys of all tokens.
 
+        ``Batch.strided(verb, parts)`` takes a sequence of ``(local, remote, runs)``.
+
         :param verb: ``"read"`` (remote to local) or ``"write"`` (local to remote).
-        :param local: a region of this engine or a range of one, from whose start offsets count.
+        :param local: a region of this engine or a range of one, from whose start offsets count; or the sequence of parts.
         :param remote: a region of a peer or a range of one, from whose start offsets count.
         :param runs: an N x 6 buffer of 64-bit integers or a sequence of rows of six: local offset, local stride, remote offset,
             remote stride, length, count; all in bytes but the count.  The k-th copy of a run moves `length` bytes at offset +
             k * stride on both sides.
         :return: a `Batch`.
-        :raises InvalidArgumentError: if `verb` or the shape of `runs` is malformed, there is no run, or there are more
-            descriptors than the driver takes.
+        :raises InvalidArgumentError: if `verb`, a part or the shape of `runs` is malformed, there is no run, there are more
+            descriptors than the driver takes, or the parts belong to several peers.
         :raises RangeError: if a run has length or count 0 or reaches outside; its number is in `index`.
         :raises AccessError: if the remote region does not grant `verb`.
-        :raises BufferTypeError: if `runs` is not contiguous, or the driver cannot use the local region.
-        :raises ClosedError: if the local region is closed.
-        :raises StaleRegionError: if the remote region was closed.
+        :raises BufferTypeError: if `runs` is not contiguous, or the driver cannot use a local region.
+        :raises ClosedError: if a local region is closed.
+        :raises StaleRegionError: if a remote region was closed.
         :raises PeerDownError: if the peer is down.
         """
         cdef Batch batch = Batch.__new__(Batch, _EMPTY, None)
-        cdef LocalSlice left = whole_local(local, "local")
-        cdef RemoteSlice right = whole_remote(remote, "remote")
-        cdef const uint64_t[:, ::1] table = _table(runs, 6, _SIX)
+        cdef LocalSlice left
+        cdef RemoteSlice right
+        cdef const uint64_t[:, ::1] table
+        cdef list parts = []
         cdef size_t total = 0
         cdef Py_ssize_t i
         batch._begin(verb)
-        batch._adopt(left.memory, right.memory)
-        for i in range(table.shape[0]):
-            total += min(table[i, 5], batch.link.driver.descriptor_limit + 1)
-        batch._reserve(total, 1)
-        batch._add_runs(left, right, table)
+        for part in [(local, remote, runs)] if remote is not None else _parts(local):
+            if len(part) != 3 or part[2] is None:
+                raise errors.InvalidArgumentError(f"each part of a strided batch is (local, remote, runs), not {shown(part)}")
+            left = whole_local(part[0], "local")
+            right = whole_remote(part[1], "remote")
+            listed = _table(part[2], 6, _SIX)
+            table = listed
+            batch._adopt(left.memory, right.memory)
+            for i in range(table.shape[0]):
+                total += min(table[i, 5], batch.link.driver.descriptor_limit + 1)
+            parts.append((left, right, listed))
+        if not parts:
+            raise _nothing_to_move()
+        batch._reserve(total, len(parts))
+        for left, right, table in parts:
+            batch._add_runs(left, right, table)
         batch._end()
         return batch
 
@@ -187,9 +213,11 @@ cdef class Batch:
                 raise TypeError
             here, there = PyNumber_Index(local), PyNumber_Index(remote)
         except TypeError:
-            raise errors.InvalidArgumentError(f"shifts are whole numbers of bytes, not {local!r} and {remote!r}") from None
+            raise errors.InvalidArgumentError(
+                f"shifts are whole numbers of bytes, not {shown(local)} and {shown(remote)}") from None
         except OverflowError:
-            raise errors.RangeError(f"{self!r} shifted by {local} local and {remote} remote bytes reaches outside") from None
+            raise errors.RangeError(
+                f"{self!r} shifted by {shown(local)} local and {shown(remote)} remote bytes reaches outside") from None
         for i in range(self.n_extents):
             if not (_fits(&self.extents[i].local, here) and _fits(&self.extents[i].remote, there)):
                 raise errors.RangeError(f"{self!r} shifted by {here} local and {there} remote bytes reaches outside")
@@ -237,7 +265,7 @@ cdef class Batch:
         try:
             self.verb = VERBS[verb]
         except (KeyError, TypeError):
-            raise errors.InvalidArgumentError(f"verb must be 'read' or 'write', not {verb!r}") from None
+            raise errors.InvalidArgumentError(f"verb must be 'read' or 'write', not {shown(verb)}") from None
         self.memories = []
         return 0
 

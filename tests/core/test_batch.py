@@ -162,6 +162,119 @@ async def test_an_impossible_run(world: World, run: tuple[int, ...], says: str) 
     assert caught.value.index == 1
 
 
+async def test_strided_parts(world: World) -> None:
+    """Each part counts from the start of its own ranges, and is not merged with another."""
+    scribble(world)
+    table = np.array([(0, 20, 10, 30, 10, 3)], "uint64")
+    parts = [
+        (world.here[100:200], world.remote[1000:1100], table),
+        (world.here, world.remote, [(0, 16, 0, 16, 16, 4), (64, 0, 64, 8, 8, 2)]),
+        (world.here[64:80], world.remote[80:96], [(0, 8, 0, 8, 8, 2)]),
+    ]
+    batch = Batch.strided("write", parts)
+    rows = [(100, 1010, 10), (120, 1040, 10), (140, 1070, 10), (0, 0, 64), (64, 64, 8), (64, 72, 8), (64, 80, 16)]
+    assert (len(batch), batch.count, batch.nbytes) == (3 + 6 + 2, 3 + 2 + 1, 30 + 80 + 16)
+    assert await submitted(world, batch) == expected(world, rows)
+    assert await submitted(world, Batch.strided("write", tuple(parts[:1]))) == expected(world, rows[:3])
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(
+        st.tuples(
+            st.integers(0, 64),
+            st.integers(0, 64),
+            st.lists(
+                st.tuples(
+                    st.integers(0, 64),
+                    st.integers(0, 40),
+                    st.integers(0, 64),
+                    st.integers(0, 40),
+                    st.integers(1, 20),
+                    st.integers(1, 5),
+                ),
+                min_size=1,
+                max_size=3,
+            ),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+async def test_strided_parts_are_batches_of_their_own_after_each_other(world: World, parts: Any) -> None:
+    scribble(world, seed=len(parts))
+    rows = [(left + loff, right + roff, length) for left, right, runs in parts for loff, roff, length in unrolled(runs)]
+    wanted = expected(world, rows)
+    batch = Batch.strided("write", [(world.here[left:], world.remote[right:], runs) for left, right, runs in parts])
+    assert len(batch) == len(rows)
+    assert await submitted(world, batch) == wanted
+
+
+async def test_the_error_names_the_failed_copy_of_strided_parts(world: World) -> None:
+    """Copies are counted through all parts, as rows are."""
+    runs = [(0, 8, 0, 8, 8, 2), (100, 20, 100, 20, 10, 2)]
+    batch = Batch.strided("write", [(world.here, world.remote, runs), (world.here, world.remote, runs[1:])])
+    assert (len(batch), batch.count) == (6, 5)
+    for descriptor, copy in enumerate([0, 2, 3, 4, 5]):
+        world.plan.clear()
+        world.plan.fail("system", index=descriptor, nth=1)
+        with pytest.raises(TransferError) as caught:
+            await world.left.submit(batch)
+        assert caught.value.index == copy
+
+
+@pytest.mark.parametrize(("run", "says"), BAD_RUNS)
+async def test_an_impossible_run_of_a_later_part(world: World, run: tuple[int, ...], says: str) -> None:
+    parts = [(world.here, world.remote, [(0, 8, 0, 8, 8, 2)]), (world.here, world.remote, [(0, 8, 0, 8, 8, 2), run])]
+    with pytest.raises(RangeError, match=says) as caught:
+        Batch.strided("write", parts)
+    assert caught.value.index == 1, "its number in the part"
+
+
+async def test_a_part_reaches_no_further_than_its_range(world: World) -> None:
+    whole = (world.here, world.remote, [(0, 8, 0, 8, 8, 2)])
+    for part in [
+        (world.here[:15], world.remote, [(0, 8, 0, 8, 8, 2)]),
+        (world.here, world.remote[:15], [(0, 8, 0, 8, 8, 2)]),
+    ]:
+        with pytest.raises(RangeError, match="outside"):
+            Batch.strided("write", [whole, part])
+
+
+@pytest.mark.parametrize(
+    "part", [(), (1,), ("here",), ("here", "remote"), ("here", "remote", None), ("here", "remote", []), ("here", 7, [])]
+)
+async def test_malformed_strided_parts(world: World, part: Any) -> None:
+    names = {"here": world.here, "remote": world.remote}
+    wrong = tuple(names.get(item, item) if isinstance(item, str) else item for item in part)
+    whole = (world.here, world.remote, [(0, 8, 0, 8, 8, 2)])
+    for parts in ([wrong], [whole, wrong]):
+        with pytest.raises(InvalidArgumentError):
+            Batch.strided("write", parts)
+
+
+@pytest.mark.parametrize("parts", [[], (), [1], 7, None, "text"])
+async def test_what_is_not_strided_parts(world: World, parts: Any) -> None:
+    with pytest.raises(InvalidArgumentError):
+        Batch.strided("write", parts)
+
+
+async def test_too_many_copies_of_all_strided_parts(world: World) -> None:
+    limit = world.left.driver_limits()["shm"]["descriptors"]
+    parts = [(world.here, world.remote, [(0, 0, 0, 2, 1, count)]) for count in (limit - 1, 1)]
+    assert len(Batch.strided("write", parts)) == limit
+    with pytest.raises(InvalidArgumentError, match=f"more than the {limit} descriptors"):
+        Batch.strided("write", [*parts, (world.here, world.remote, [(0, 8, 0, 8, 8, 1)])])
+
+
+async def test_strided_parts_of_several_peers(world: World) -> None:
+    async with engine_pair() as other:
+        _, remote = await other.region("other", 64)
+        runs = [(0, 8, 0, 8, 8, 2)]
+        with pytest.raises(InvalidArgumentError, match="must belong to one peer"):
+            Batch.strided("write", [(world.here, world.remote, runs), (world.here, remote, runs)])
+
+
 @pytest.mark.parametrize("runs", [[], [(1, 2, 3)], [(0, 8, 0, 8, 8, -1)], [(0, 8, 0, 8, 8, "1")], 7])
 async def test_malformed_runs(world: World, runs: Any) -> None:
     with pytest.raises(InvalidArgumentError):

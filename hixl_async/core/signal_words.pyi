@@ -1,0 +1,13 @@
+# The types of signal_words.pyx; see link.pyi.
+
+from typing import final
+
+from typing_extensions import Buffer
+
+@final
+class SignalWords:
+    def __new__(cls, memory: Buffer) -> SignalWords: ...
+    @property
+    def count(self) -> int: ...
+    def close(self) -> None: ...
+    def changes(self, stop: int) -> list[tuple[int, int]]: ...
