@@ -42,6 +42,7 @@ from .core.transfer cimport BUDGET, COST_NANOSECONDS, DONE, SMALL_BYTES, Transfe
 from .core.driver cimport *
 
 from . import errors
+from .display import shown
 
 # C12: a cold copy of this much takes about 100 us.
 cdef enum: GIL_BYTES = 384 << 10
@@ -365,7 +366,7 @@ cdef class Core(InFlightTable):
                 transfer.batch.priority = PRIORITIES[priority]
             except (KeyError, TypeError):
                 raise errors.InvalidArgumentError(
-                    f"priority must be 'low', 'normal' or 'high', not {priority!r}"
+                    f"priority must be 'low', 'normal' or 'high', not {shown(priority)}"
                 ) from None
         if timeout is not None:
             try:
@@ -373,7 +374,7 @@ cdef class Core(InFlightTable):
             except OverflowError:  # an int beyond any float
                 transfer.timeout = INFINITY
             if not 0 < transfer.timeout < INFINITY:
-                raise errors.InvalidArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+                raise errors.InvalidArgumentError(f"timeout must be a positive number of seconds, not {shown(timeout)}")
         return 0
 
     cdef int _recheck(self, Transfer transfer) except -1:
@@ -399,10 +400,13 @@ cdef class Core(InFlightTable):
         except (BufferError, TypeError, ValueError, AttributeError, UnicodeError) as error:
             if isinstance(error, errors.HixlError):
                 raise
+            if isinstance(error, UnicodeEncodeError) and transfer.topic is None:
+                raise errors.InvalidArgumentError(
+                    f"the topic {shown(topic)} holds half a surrogate pair, which UTF-8 cannot carry") from error
             if transfer.batch.n == 0:  # no option of a transfer, but the call `notify`
                 raise errors.InvalidArgumentError(
-                    f"topic must be a string and payload bytes, not {notify[0]!r} and {notify[1]!r}") from error
-            raise errors.InvalidArgumentError(f"notify must be (topic: str, payload: bytes), not {notify!r}") from error
+                    f"topic must be a string and payload bytes, not {shown(notify[0])} and {shown(notify[1])}") from error
+            raise errors.InvalidArgumentError(f"notify must be (topic: str, payload: bytes), not {shown(notify)}") from error
         if not transfer.topic:
             raise errors.InvalidArgumentError("the notification's topic is empty; subscribers need a name")
         cdef uint64_t total = len(<bytes>transfer.topic) + len(<bytes>transfer.note)
@@ -428,11 +432,13 @@ cdef class Core(InFlightTable):
             transfer.batch.signal_value = PyNumber_Index(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise errors.InvalidArgumentError(
-                f"signal must be (remote range of 8 bytes, value in 0..2**64-1), not {signal!r}"
+                f"signal must be (remote range of 8 bytes, value in 0..2**64-1), not {shown(signal)}"
             ) from error
         word = <RemoteSlice>place if type(place) is RemoteSlice else None
         if word is None or word.nbytes != 8 or word.start % 8:
-            raise errors.InvalidArgumentError(f"the signal's range must be 8 aligned bytes of a remote region, not {place!r}")
+            raise errors.InvalidArgumentError(
+                f"the signal's range must be 8 aligned bytes of a remote region, not {shown(place)}"
+            )
         other = word.memory.link
         if other is not transfer.link:
             if other is not None and other.cookie == transfer.link.cookie and other.driver.core is self:

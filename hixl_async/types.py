@@ -7,6 +7,8 @@ from enum import STRICT, Enum, IntFlag
 from socket import AF_INET6, inet_pton
 from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from .display import shown
+
 __all__ = [
     "Access",
     "AccessLike",
@@ -49,7 +51,7 @@ class Access(IntFlag, boundary=STRICT):
             return _ACCESS_WORDS[value]
         except (KeyError, TypeError):
             words = ", ".join(repr(word) for word in _ACCESS_WORDS)
-            raise ValueError(f"access must be one of {words}, not {value!r}") from None
+            raise ValueError(f"access must be one of {words}, not {shown(value)}") from None
 
     def __str__(self) -> str:
         return next(word for word, access in _ACCESS_WORDS.items() if access == self)
@@ -117,7 +119,7 @@ class Address(NamedTuple):
             if colon and port.isascii() and port.isdigit() and len(port) <= 5 and (":" not in host or bracketed):
                 address = cls((host[1:-1] if bracketed else host) or "127.0.0.1", int(port))
         if not isinstance(address, Address) or not address._valid():
-            raise ValueError(f"address must look like 'host:port' with a port in 0..65535, not {value!r}")
+            raise ValueError(f"address must look like 'host:port' with a port in 0..65535, not {shown(value)}")
         return address
 
     def _valid(self) -> bool:

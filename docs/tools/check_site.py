@@ -1,4 +1,4 @@
-"""Checks a built site: every internal link leads somewhere, and nothing is loaded from another host.
+"""Checks a built site: every internal link leads somewhere, signatures are readable, and nothing comes from another host.
 
 python docs/tools/check_site.py build/site
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -19,6 +20,10 @@ LOADED = {
 }  # fmt: skip
 #: Links of this kind tell, and load nothing.
 TELLING = {"canonical", "next", "prev"}
+#: The most characters of a line of a signature, which pages show without a scroll bar.
+WIDTH = 100
+#: What a signature shows of a class that is not to be called, and what Python says of any constructor.
+HOLLOW = ("_: Never", "Initialize self.")
 
 
 class Page(HTMLParser):
@@ -45,6 +50,7 @@ def problems(site: Path) -> Iterator[str]:
     pages = {path: Page(path.read_text()) for path in site.rglob("*.html")}
     for path, page in pages.items():
         shown = path.relative_to(site)
+        yield from (f"{shown}: {problem}" for problem in _hollow(path.read_text()))
         for url in page.loaded:
             if urlsplit(url).netloc:
                 yield f"{shown}: loads {url}"
@@ -64,6 +70,16 @@ def problems(site: Path) -> Iterator[str]:
     for path in site.rglob("*.css"):
         for url in re.findall(r"(?:url\(|@import\s+)[\"']?((?:https?:)?//[^\"')\s]+)", path.read_text()):
             yield f"{path.relative_to(site)}: loads {url}"
+
+
+def _hollow(text: str) -> Iterator[str]:
+    """Yield what an API page should not show."""
+    for signature in re.findall(r'<div class="[^"]*doc-signature[^"]*">(.*?)</div>', text, re.DOTALL):
+        for line in unescape(re.sub(r"<[^>]+>", "", signature)).splitlines():
+            if len(line) > WIDTH:
+                yield f"a signature's line has {len(line)} characters: {line[:30]}"
+    plain = unescape(re.sub(r"<[^>]+>", "", text))
+    yield from (f"says {words!r}" for words in HOLLOW if words in plain)
 
 
 def _target(site: Path, page: Path, url: str) -> Path:

@@ -36,16 +36,19 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         public = dict(_public_names())
         for obj in list(_walk(pkg)):
+            if isinstance(obj, griffe.Class):
+                _show_overloads(obj)
+                _show_constructor(obj)
+                _follow_assignments(obj)
+        for obj in list(_walk(pkg)):
             obj.labels -= NOISE
             if isinstance(obj, griffe.Attribute) and isinstance(obj.value, griffe.ExprCall):
                 obj.value = None  # how it is made, which is nothing for readers
-            if isinstance(obj, griffe.Class):
-                _show_constructor(obj)
-                _follow_assignments(obj)
             if isinstance(obj, griffe.Function):
-                for parameter in obj.parameters:
-                    parameter.annotation = _spelled_out(parameter.annotation)
-                obj.returns = _spelled_out(obj.returns)
+                for function in (obj, *(obj.overloads or ())):
+                    for parameter in function.parameters:
+                        parameter.annotation = _spelled_out(parameter.annotation)
+                    function.returns = _spelled_out(function.returns)
             if obj.docstring is None and (text := _comment_above(obj) or _runtime_docstring(obj)):
                 obj.docstring = griffe.Docstring(text, parent=obj)
             if obj.docstring is not None:
@@ -136,15 +139,25 @@ def _follow_assignments(cls: griffe.Class) -> None:
                     cls.set_member(name, griffe.Alias(name, target, parent=cls))
 
 
+def _show_overloads(cls: griffe.Class) -> None:
+    """Show the first overload of what a stub only overloads, and the others with it."""
+    for name, overloads in list(cls.overloads.items()):
+        if overloads and name not in cls.members:
+            del cls.overloads[name]
+            cls.set_member(name, overloads[0])
+            overloads[0].overloads = overloads[1:]
+
+
 def _show_constructor(cls: griffe.Class) -> None:
     """Show what a stub says of ``__new__`` as the class's parameters, and nothing where the class is not to be called."""
-    overloads = cls.overloads.pop("__new__", None)
-    if overloads:
-        cls.set_member("__init__", overloads[0])
-        overloads[0].name = "__init__"
-        overloads[0].overloads = overloads[1:]
+    constructor = cls.members.pop("__new__", None)
+    if isinstance(constructor, griffe.Function):
+        cls.set_member("__init__", constructor)
+        constructor.name = "__init__"
     constructor = cls.members.get("__init__")
-    if isinstance(constructor, griffe.Function) and str(constructor.returns) == "NoReturn":
+    if isinstance(constructor, griffe.Function) and any(
+        str(given.annotation) == "Never" for given in constructor.parameters
+    ):
         del cls.members["__init__"]
 
 
@@ -161,8 +174,13 @@ def _comment_above(obj: griffe.Object) -> str:
 
 
 def _runtime_docstring(obj: griffe.Object) -> str:
-    """Return the docstring of an object that a stub describes."""
-    if isinstance(obj, griffe.Module) or obj.filepath is None or obj.filepath.suffix != ".pyi":
+    """Return the docstring of an object that a stub describes; that of a constructor is its class's."""
+    if (
+        isinstance(obj, griffe.Module)
+        or obj.filepath is None
+        or obj.filepath.suffix != ".pyi"
+        or obj.name == "__init__"
+    ):
         return ""
     module, path = obj.module.path, obj.path.removeprefix(f"{obj.module.path}.")
     found: Any = importlib.import_module(module)

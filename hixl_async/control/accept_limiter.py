@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
-import logging
 import os
 import select
 import socket
@@ -22,12 +21,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeAlias
 
+from ..core.guard import report
+from ..core.log import Log
 from ..errors import BusyError, ConnectError, HixlError
 from .limits import descriptor_limit
 
 __all__ = ["AcceptLimiter", "PerformHandshake", "Refuse"]
 
-_log = logging.getLogger("hixl_async.control")
+_log = Log("hixl_async.control")
 
 #: A function that performs the handshake of one connection.  If it raises or is cancelled the limiter closes the socket; its
 #: exception is passed to the loop's exception handler.
@@ -285,9 +286,7 @@ class AcceptLimiter:
             sock.close()  # the task may not even have begun
         elif error := task.exception():
             sock.close()
-            self._loop.call_exception_handler(
-                {"message": "hixl_async: a handshake failed in an unexpected way", "exception": error, "task": task}
-            )
+            report(self._loop, "hixl_async: a handshake failed in an unexpected way", error)
         del self._handshakes[sock]
         if self._closed:
             return

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
+from ..display import shown
 from ..errors import ProtocolError
 
 __all__ = [
@@ -263,7 +264,7 @@ def _check(body: dict[str, Any]) -> None:
     for keys, values, kinds in _levels(body):
         for key in keys:
             if not isinstance(key, str):
-                raise ProtocolError(f"keys of a message are strings, not {key!r}")
+                raise ProtocolError(f"keys of a message are strings, not {shown(key)}")
         "".join(keys).encode()
         for kind in kinds:
             if not issubclass(kind, _CONTAINERS) and kind not in _WITHOUT_CHECK:

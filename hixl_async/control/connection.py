@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
+from ..core.guard import report
 from ..errors import ClosedError, HixlError, PeerDownError, ProtocolError
 from . import codec
 from .channel import MAX_DESCRIPTORS, Channel, Packet, TcpChannel, UnixChannel, close_descriptors
@@ -239,7 +240,13 @@ class Connection:
             if self._flushed is not None and not self._flushed.done():
                 await asyncio.wait((self._flushed,), timeout=_FLUSH_TIMEOUT)
         finally:
-            self._close()
+            self.close()
+
+    def close(self) -> None:
+        """Close everything at once, and drop the queued messages.  Idempotent."""
+        if self._state is not _State.CLOSED:
+            self._disconnect()
+            self.abandon()
 
     def abandon(self) -> None:
         """Close only our descriptors, for the child of a fork: the parent's connection stays open."""
@@ -292,10 +299,8 @@ class Connection:
             self._on_message(kind, body, descriptors)
         except HixlError:
             raise
-        except Exception as error:
-            self._loop.call_exception_handler(
-                {"message": f"hixl_async: a message of {self.identity.name!r} could not be handled", "exception": error}
-            )
+        except BaseException as error:
+            report(self._loop, f"hixl_async: a message of {self.identity.name!r} could not be handled", error)
             raise ProtocolError("a message could not be handled", peer=self.identity.name) from error
 
     def _flush(self) -> None:
@@ -336,12 +341,6 @@ class Connection:
         if self._state is _State.LOST and self._error is not None and self._on_lost is not None:
             error, self._error = self._error, None
             self._on_lost(error)
-
-    def _close(self) -> None:
-        if self._state is _State.CLOSED:
-            return
-        self._disconnect()
-        self.abandon()
 
     def _stop_reading(self) -> None:
         if self._channel.fileno() >= 0:

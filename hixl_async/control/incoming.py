@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from ..display import shown
 from ..errors import ProtocolError
 from . import codec
 from .channel import close_descriptors
@@ -71,7 +72,7 @@ class Incoming:
         """
         value = self._field(name, int)
         if isinstance(value, bool) or value < 0:
-            raise ProtocolError(f"the {name!r} of a {self.kind!r} message is {value!r}")
+            raise ProtocolError(f"the {name!r} of a {self.kind!r} message is {shown(value)}")
         return value
 
     def object(self, name: str) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import contextlib
 import errno
 import functools
 import ipaddress
-import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple, Self
 
+from ..core.log import Log
 from ..errors import (
     AddressInUseError,
     BusyError,
@@ -36,7 +36,7 @@ from .scheduler import FairScheduler
 
 __all__ = ["Listener"]
 
-_log = logging.getLogger("hixl_async.control")
+_log = Log("hixl_async.control")
 
 _BACKLOG = 1024
 # Handshakes under way on each of the two sockets.

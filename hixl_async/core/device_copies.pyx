@@ -13,6 +13,7 @@ from functools import partial
 
 from .. import errors
 from .event_poller import EventPoller
+from .guard import report
 
 
 @cython.final
@@ -61,8 +62,10 @@ cdef class DeviceCopies:
                 remote.on_unmap = self.pin(tensor, <size_t>address, remote.nbytes) or _nothing
             transfer.device = self.copy(
                 tensor, <size_t>address + transfer.desc.roff, transfer.desc.len, transfer.batch.verb == HXA_READ)
-        except Exception as error:
+        except BaseException as error:
             table.mem_return(transfer.link.link, transfer.desc.rmem)
+            if not isinstance(error, Exception):
+                raise
             raise errors.DriverError(
                 f"the device refused a {transfer._describe()}: {error}", peer=transfer.link.peer) from error
         if self.poller is None:  # the engine has its loop from its opening on
@@ -76,7 +79,9 @@ cdef class DeviceCopies:
         try:
             if not transfer.device.query():
                 return False
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                report(self.core.event_loop, f"the event of {transfer!r} failed", error)
             self._land(transfer, error)
         else:
             self._land(transfer, None)
@@ -90,7 +95,7 @@ cdef class DeviceCopies:
         transfer.device = None
         if error is not None and transfer.outcome == ACTIVE:
             transfer._resolve(FAILED, errors.TransferError(
-                f"{transfer._describe()} failed on the device, the contents of its target are undefined: {error}",
+                f"{transfer._describe()} failed on the device, and the contents of its target are undefined: {error}",
                 peer=transfer.link.peer))
         if transfer.tail != NULL and transfer.outcome == ACTIVE:
             answer = table.submit(transfer.link.link, transfer.tail, &transfer.op)

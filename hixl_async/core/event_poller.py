@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from .guard import guarded
+
 __all__ = ["EventPoller"]
 
 #: The first and the longest interval between two polls, in seconds; it doubles while nothing happens.  Loops round timers to
@@ -34,7 +36,7 @@ class EventPoller:
     def watch(self, look: Callable[[], bool]) -> None:
         """Call `look` repeatedly, in the order of the calls of `watch`, until it returns True.
 
-        :param look: returns True when the wait has ended; it must not raise.
+        :param look: returns True when the wait has ended; if it raises, that is reported, and the wait has ended too.
         """
         self._watched[look] = None
         self._delay = SHORTEST
@@ -50,9 +52,12 @@ class EventPoller:
 
     def _poll(self) -> None:
         self._timer = None
-        done = [look for look in list(self._watched) if look()]
+        done = [look for look in list(self._watched) if self._has_ended(look)]
         for look in done:
             self._watched.pop(look, None)
         self._delay = SHORTEST if done else min(2 * self._delay, LONGEST)
         if self._watched and self._timer is None:
             self._timer = self._loop.call_later(self._delay, self._poll)
+
+    def _has_ended(self, look: Callable[[], bool]) -> bool:
+        return guarded(self._loop, "an event could not be polled", look) is not False

@@ -21,6 +21,7 @@ from asyncio import BaseEventLoop, CancelledError, _get_running_loop, current_ta
 from collections import deque
 
 from .. import errors
+from .guard import report
 from .transfer import wake
 
 cdef extern from "pthread.h" nogil:
@@ -318,8 +319,10 @@ cdef class InFlightTable(CoreBase):
         free(node)
         try:
             self.handler(self.drivers[index], kind, cookie, status, topic, data)
-        except Exception as error:
-            self.event_loop.call_exception_handler({"message": "a driver's event could not be handled", "exception": error})
+        except (KeyboardInterrupt, SystemExit):  # of a task that the event has resumed
+            raise
+        except BaseException as error:
+            report(self.event_loop, "a driver's event could not be handled", error)
         return 0
 
     cdef object _failure(self, Transfer transfer, object row):
@@ -327,7 +330,7 @@ cdef class InFlightTable(CoreBase):
         cdef Link link = transfer.link
         if transfer.control:
             return refusal(link.driver, transfer.op.status, transfer.op.native, link.what, link)
-        what = f"{transfer._describe()} failed, {transfer._aftermath()}"
+        what = f"{transfer._describe()} failed, and {transfer._aftermath()}"
         return failure(link, transfer.op.status, transfer.op.native, what, row)
 
     cdef int _settle_all(self) except -1:
@@ -405,6 +408,13 @@ cdef class InFlightTable(CoreBase):
             transfer.drains.append(drain)
         return drain.future
 
+    cdef bint _all_released(self, list transfers) except -1:
+        cdef Transfer transfer
+        for transfer in transfers:
+            if transfer.held:
+                return False
+        return True
+
     cdef object _drained_range(self, object memory, uint64_t offset, uint64_t length):
         cdef Memory region = memory
         cdef Transfer transfer
@@ -431,10 +441,13 @@ cdef class InFlightTable(CoreBase):
         """End the core (C7): leak what is still pinned, wake its waiters, and return the number of operations leaked."""
         cdef Transfer transfer
         cdef Drain drain
+        cdef Driver driver
         cdef list leaked
         self.is_closed = True
         if self.finished:
             return 0
+        for driver in self.drivers or ():
+            driver._end_watch()
         self._settle_all()
         leaked = self._all()
         for transfer in leaked:

@@ -46,6 +46,7 @@ cdef class CoreBase:
     cdef object _drained_link(self, Link link)
     cdef object _drained_range(self, object memory, uint64_t offset, uint64_t length)
     cdef object _drained_transfers(self, list transfers)
+    cdef bint _all_released(self, list transfers) except -1
     cdef object _new_waiter(self)
     cdef int _must_be_on_thread(self) except -1
     cdef bint _forked(self) noexcept
@@ -67,10 +68,13 @@ cdef class Driver:
     cdef readonly uint64_t inline_limit       # bytes that may be copied inside submit
     cdef uint64_t alignment
     cdef Py_ssize_t memories          # hxa_mem objects alive
-    cdef bint closing                 # close as soon as memories is 0
+    cdef list links                   # Link: those that are not freed
+    cdef bint closing                 # close as soon as there are no memories and links
 
     cdef int _must_be_open(self) except -1
     cdef int _forget(self) except -1
+    cdef int _forget_link(self, Link link) except -1
+    cdef int _end_watch(self) except -1
     cdef int _close_if_unused(self) except -1
     cdef Link _without_peer(self, str what)
 
@@ -94,6 +98,9 @@ cdef class Link:
     cdef int _poll(self, bint direct) except -1
     cdef object _down(self)
     cdef tuple _why_down(self)
+    cdef int _begin_to_stop(self, bint dead) except -1
+    cdef int _end_watch(self) except -1
+    cdef bint _has_stopped(self) except -1
 
 
 cdef object refusal(Driver driver, int status, int native, str what, Link link=*, object index=*)

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from numbers import Real
 
 from .. import errors
+from ..display import shown
+from .guard import report
 from .unpicklable import unpicklable
 
 # Notifications that a peer sent before its end are still taken, but only up to a limit, because it may still be sending.
@@ -99,6 +101,10 @@ cdef class CoreBase:
 
     cdef object _drained_transfers(self, list transfers):
         """Return an awaitable for the release of transfers."""
+        raise NotImplementedError
+
+    cdef bint _all_released(self, list transfers) except -1:
+        """Return True if all of these transfers are released."""
         raise NotImplementedError
 
     cdef object _new_waiter(self):
@@ -216,7 +222,7 @@ def _plain(value):
 
 
 cdef bytes option_text(str driver, key, value):
-    """Convert an option's value to text for the driver: 0 or 1 for a bool, JSON for mappings and lists."""
+    """Convert an option's value to text for the driver: true or false for a bool, JSON for mappings and lists."""
     # A driver that wraps another receives the address of the other's table.
     if PyCapsule_IsValid(value, HXA_DRIVER_CAPSULE):
         return hex(<size_t>PyCapsule_GetPointer(value, HXA_DRIVER_CAPSULE)).encode()
@@ -224,7 +230,7 @@ cdef bytes option_text(str driver, key, value):
         if isinstance(value, (Mapping, list, tuple)):
             text = json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
         elif isinstance(value, Real):
-            text = str(int(value) if isinstance(value, bool) else value)
+            text = str(value).lower() if isinstance(value, bool) else str(value)
         else:
             text = os.fspath(value)
         if "\0" not in text:
@@ -232,7 +238,8 @@ cdef bytes option_text(str driver, key, value):
     except (TypeError, ValueError):  # fspath may return bytes; cycles; lone surrogates
         pass
     raise errors.InvalidArgumentError(
-        f"driver {driver!r}: option {key!r} must be text, a number, a path, or a mapping or list of these, not {value!r}"
+        f"driver {driver!r}: option {shown(key)} must be text, a number, a path, or a mapping or list of these, not "
+        + shown(value)
     )
 
 
@@ -264,7 +271,7 @@ cdef class Driver:
             raise errors.InvalidArgumentError(f"an engine takes at most {MAX_DRIVERS} drivers")
         if len(options) > MAX_OPTIONS:
             raise errors.InvalidArgumentError(f"driver {name!r}: at most {MAX_OPTIONS} options")
-        self.core, self.capsule, self.options, self.name = core, capsule, options, name
+        self.core, self.capsule, self.options, self.name, self.links = core, capsule, options, name, []
         # The table may be that of an older interface, which is shorter.
         cdef const hxa_driver *table = <const hxa_driver *>PyCapsule_GetPointer(capsule, HXA_DRIVER_CAPSULE)
         memset(&self.own, 0, sizeof(self.own))
@@ -365,6 +372,7 @@ cdef class Driver:
         if answer:
             link.link = NULL
             raise refusal(self, -answer, 0, "new link", link)
+        self.links.append(link)
         data, fds = unpack_metadata(&metadata)
         return link, data, fds
 
@@ -373,10 +381,34 @@ cdef class Driver:
         if self.instance != NULL and self.table.after_fork != NULL:
             self.table.after_fork(self.instance)
 
+    def stop_links(self):
+        """Stop the links that are not freed yet, and of which no peer takes care any more; see `Link.stop`."""
+        cdef Link link
+        for link in tuple(self.links):
+            try:
+                link._begin_to_stop(False)
+            except errors.HixlError as error:
+                report(self.core.event_loop, f"the link of {self!r} to peer {link.peer!r} cannot be stopped", error)
+
     def close(self):
-        """Close the driver, now or when the last view of its memory is dropped."""
+        """Close the driver, now or when the last view of its memory is dropped and the last of its links is freed.
+
+        Links that have been stopped are freed.
+        """
+        cdef Link link
         self.closing = True
+        self._end_watch()
+        for link in tuple(self.links):
+            if link._has_stopped():
+                link.free()
         self._close_if_unused()
+
+    cdef int _end_watch(self) except -1:
+        """Poll no link any more."""
+        cdef Link link
+        for link in self.links:
+            link._end_watch()
+        return 0
 
     cdef int _forget(self) except -1:
         self.memories -= 1
@@ -384,9 +416,15 @@ cdef class Driver:
             self._close_if_unused()
         return 0
 
+    cdef int _forget_link(self, Link link) except -1:
+        self.links.remove(link)
+        if self.closing:
+            self._close_if_unused()
+        return 0
+
     cdef int _close_if_unused(self) except -1:
         cdef hxa_instance *instance = self.instance
-        if self.memories == 0 and instance != NULL:
+        if self.memories == 0 and not self.links and instance != NULL:
             with nogil:
                 self.table.close(instance)
             self.instance = NULL
@@ -535,6 +573,10 @@ cdef class Link:
         :param dead: True if the peer's process is known to have ended; a second call may say so later.
         :return: an awaitable that is done when no thread of ours works for this link; cancelling it only ends the wait.
         """
+        self._begin_to_stop(dead)
+        return self.driver.core._drained_transfers(self.stops)
+
+    cdef int _begin_to_stop(self, bint dead) except -1:
         cdef CoreBase core = self.driver.core
         cdef hxa_op *op
         self.up = False
@@ -544,21 +586,32 @@ cdef class Link:
                     break
             core._deliver_all()
         # Delivering the peer's last events may have stopped the link already.
-        if self.fd >= 0:
-            core.event_loop.remove_reader(self.fd)
-            self.fd = -1
+        self._end_watch()
         if self.link != NULL and (not self.stops or (dead and not self.dead)):
             op = core._begin_call(self)
             self.stops.append(core._end_call(op, self.driver.table.link_stop(self.link, dead, op), "stop of a link"))
         self.dead |= dead
-        return core._drained_transfers(self.stops)
+        return 0
+
+    cdef int _end_watch(self) except -1:
+        """Poll the link no more.  Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0 and not self.driver.core.event_loop.is_closed():
+            self.driver.core.event_loop.remove_reader(fd)
+        return 0
+
+    cdef bint _has_stopped(self) except -1:
+        """Return True if `stop` was called and is done."""
+        return bool(self.stops) and self.driver.core._all_released(self.stops)
 
     def free(self):
         """Free the link; only after `stop` is done and all its operations are released."""
         cdef hxa_link *link = self.link
+        self._end_watch()
         self.link = NULL
         if link != NULL:
             self.driver.table.link_free(link)
+            self.driver._forget_link(self)
 
 
 def _readable(Link link not None):

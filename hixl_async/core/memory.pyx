@@ -18,6 +18,8 @@ from bisect import bisect_right
 from functools import partial
 
 from .. import errors
+from ..display import shown
+from .guard import guarded, report
 from .unpicklable import unpicklable
 
 cdef extern from "Python.h":
@@ -233,9 +235,7 @@ cdef class LocalMemory(Memory):
 
     cdef int _leak(self, object error) except -1:
         _leaked.append(self)
-        self.core.event_loop.call_exception_handler(
-            {"message": f"{self!r} is leaked: its transport did not release it", "exception": error}
-        )
+        report(self.core.event_loop, f"{self!r} is leaked: its transport did not release it", error)
         return 0
 
 
@@ -261,7 +261,7 @@ cdef class RemoteMemory(Memory):
         cdef Driver driver = self.link.driver
         if self.mems[driver.index] != NULL:
             if self.on_unmap is not None:
-                self.on_unmap()
+                guarded(self.core.event_loop, f"the device did not let go of {self!r}", self.on_unmap)
             driver.table.mem_release(self.mems[driver.index])
             self.mems[driver.index] = NULL
             self.core.remote_memories -= 1
@@ -516,10 +516,12 @@ cdef inline uint64_t _bound(PyObject *value, uint64_t default, str name) except?
 cdef uint64_t _odd_bound(object value, str name) except? <uint64_t>-1:
     """Convert a bound that is not an int of 64 bits."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return value if PyLong_CheckExact(value) else PyNumber_Index(value)
     except (OverflowError, TypeError):
         raise errors.RangeError(
-            f"slice {name} is {value!r}; slices count bytes from 0, and never reach outside"
+            f"slice {name} is {shown(value)}; slices count bytes from 0, and never reach outside"
         ) from None
 
 
@@ -530,13 +532,15 @@ cdef struct Range:
 cdef inline int _find_range(Range *found, uint64_t size, object key) except -1:
     """Fill in the range of bytes that a subscript names."""
     if not PySlice_Check(key):
-        raise errors.InvalidArgumentError(f"index with a slice of bytes such as region[0:4096], not with {key!r}")
+        raise errors.InvalidArgumentError(f"index with a slice of bytes such as region[0:4096], not with {shown(key)}")
     cdef PyObject *step = hxa_slice_step(key)
-    if step != <PyObject *>None and <object>step != 1:
-        raise errors.RangeError(f"slice step is {<object>step!r}; only contiguous ranges (step 1) can be moved")
+    if step != <PyObject *>None and (<object>step != 1 or isinstance(<object>step, bool)):
+        raise errors.RangeError(f"slice step is {shown(<object>step)}; only contiguous ranges (step 1) can be moved")
     cdef uint64_t start = _bound(hxa_slice_start(key), 0, "start")
     cdef uint64_t stop = _bound(hxa_slice_stop(key), size, "stop")
     if start > stop or stop > size:
+        if start <= size and stop <= size:
+            raise errors.RangeError(f"range [{start}:{stop}] ends before it begins")
         raise errors.RangeError(f"range [{start}:{stop}] lies outside of {size} bytes; slices are never clamped")
     found.start, found.length = start, stop - start
     return 0

@@ -44,7 +44,7 @@ def copy(tensor: Any, address: int, nbytes: int, to_device: bool) -> Any:
             host.copy_(flat, non_blocking=True)
         try:
             event.record(stream)
-        except Exception as error:
+        except BaseException as error:  # the copy is queued, and must end before its memory is used again
             event = _Unrecorded(stream, error)
     return event
 
@@ -52,14 +52,14 @@ def copy(tensor: Any, address: int, nbytes: int, to_device: bool) -> Any:
 class _Unrecorded:
     """A substitute for an event that could not be recorded after a copy: once the stream is idle, the copy has failed."""
 
-    def __init__(self, stream: Any, error: Exception) -> None:
+    def __init__(self, stream: Any, error: BaseException) -> None:
         self._stream = stream
         self._error = error
 
     def query(self) -> bool:
         """Return False while the stream is busy.
 
-        :raises Exception: once the stream is idle, the reason why the event was not recorded.
+        :raises BaseException: once the stream is idle, the reason why the event was not recorded.
         """
         if not self._stream.query():
             return False

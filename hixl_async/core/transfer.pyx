@@ -17,6 +17,8 @@ from asyncio import CancelledError, InvalidStateError
 from functools import partial
 
 from .. import errors
+from ..display import shown
+from .guard import report
 from .unpicklable import unpicklable
 from ..types import TransferState
 
@@ -58,9 +60,7 @@ class _Unretrieved:
 
     def __del__(self):
         if self.exception is not None and not self.loop.is_closed():
-            self.loop.call_exception_handler(
-                {"message": f"{self.text} failed and its exception was never retrieved", "exception": self.exception}
-            )
+            report(self.loop, f"{self.text} failed and its exception was never retrieved", self.exception)
 
 
 cdef class Drain:
@@ -102,7 +102,9 @@ cdef class Transfer:
 
     cdef str _aftermath(self):
         """Return a text for what is not known after its failure."""
-        return "the contents of its target are undefined" if self.batch.n or self.batch.signal != NULL else "it may not arrive"
+        if self.batch.n or self.batch.signal != NULL:
+            return "the contents of its target are undefined"
+        return "it may not have arrived"
 
     # -- future protocol: https://docs.python.org/3/library/asyncio-extending.html and Lib/asyncio/futures.py
 
@@ -277,7 +279,7 @@ cdef class Transfer:
         """
         if not isinstance(nbytes, int) or isinstance(nbytes, bool) or not 0 <= nbytes <= self.batch.bytes:
             raise errors.InvalidArgumentError(
-                f"nbytes must be in 0..{self.batch.bytes}, the size of the transfer, not {nbytes!r}")
+                f"nbytes must be in 0..{self.batch.bytes}, the size of the transfer, not {shown(nbytes)}")
         cdef double pause = SHORTEST_POLL
         cdef int64_t since = hxa_now()  # a loop's own time may be constant within a pass
         cdef uint64_t landed, first
@@ -372,7 +374,7 @@ cdef class Transfer:
         if self.outcome == ACTIVE:
             exc = errors.TransferTimeoutError(
                 f"{self._describe()} {why}; {self._aftermath()}"
-                + (", await transfer.drained() before reusing memory" if self.batch.n else ""),
+                + (": await transfer.drained() before reusing memory" if self.batch.n else ""),
                 peer=self.link.peer if self.link is not None else None,
             )
             self._resolve(FAILED, exc)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.link import CAPABILITIES, table_capabilities, table_problem
+from ..core.log import Log
+from ..display import shown
 from ..errors import DriverLoadError, InvalidArgumentError
 from ..types import DriverInfo
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUP", "WRAPPER", "available", "load", "names", "resolve"]
 
-logger = logging.getLogger("hixl_async")
+log = Log("hixl_async")
 
 #: The entry-point group; a value names a module's capsule, e.g. ``"my_package._fabric:DRIVER"``.
 GROUP = "hixl_async.drivers"
@@ -57,7 +58,7 @@ def _installed() -> Iterable[EntryPoint]:
     except Exception as error:
         # A file of every distribution is read, and any of them may be broken.
         why = f"{type(error).__name__}: {error}"
-        logger.warning(
+        log.warning(
             "drivers of other packages are not available: the entry points of a package are unreadable: %s", why
         )
         return ()
@@ -78,7 +79,9 @@ def load(name: str) -> Any:
         raise DriverLoadError(f"there is no driver {name!r}; installed: {', '.join(sorted(_known))}")
     try:
         capsule = entry.load()
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise DriverLoadError(
             f"driver {name!r} ({entry.value}) could not be imported: {type(error).__name__}: {error}; reinstall the package "
             "that provides it"
@@ -100,7 +103,9 @@ def resolve(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
     if wrapper is None:
         return load(name), rest
     if not isinstance(wrapper, str):
-        raise InvalidArgumentError(f"driver {name!r}: option {WRAPPER!r} must be the name of a driver, not {wrapper!r}")
+        raise InvalidArgumentError(
+            f"driver {name!r}: option {WRAPPER!r} must be the name of a driver, not {shown(wrapper)}"
+        )
     return load(wrapper), {**rest, "driver": load(name)}
 
 

@@ -163,6 +163,7 @@ static void faulty_stats(hxa_instance *self, hxa_stats *out) {
 }
 
 static const char *faulty_error_text(int32_t status, int32_t native) {
+    if (status == HXA_E_BUSY && faulty_refusal != NULL) return faulty_refusal;
     const hxa_driver *table = __atomic_load_n(&wrapped, __ATOMIC_ACQUIRE);
     return table != NULL && table->error_text != NULL ? table->error_text(status, native) : "injected by the fault plan";
 }

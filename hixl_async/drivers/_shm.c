@@ -65,10 +65,15 @@ static uint64_t stream_from(void) {
 static int parse(const hxa_option *option, setting *settings, size_t n, char *error, size_t error_len) {
     for (size_t i = 0; i < n; i++) {
         if (strcmp(option->key, settings[i].key) != 0) continue;
+        const char *text = option->value;
+        if (settings[i].least == 0 && settings[i].most == 1) {      /* a truth value */
+            if (strcmp(text, "true") == 0) text = "1";
+            else if (strcmp(text, "false") == 0) text = "0";
+        }
         char *end;
         errno = 0;
-        const unsigned long long value = strtoull(option->value, &end, 10);
-        if (errno == 0 && end != option->value && *end == '\0' && option->value[0] != '-' && value >= settings[i].least
+        const unsigned long long value = strtoull(text, &end, 10);
+        if (errno == 0 && end != text && *end == '\0' && text[0] != '-' && value >= settings[i].least
             && value <= settings[i].most) {
             settings[i].value = value;
             return 0;

@@ -6,6 +6,7 @@ from contextlib import suppress
 from numbers import Real
 from operator import index
 
+from ..display import shown
 from ..errors import InvalidArgumentError
 
 __all__ = [
@@ -31,7 +32,7 @@ def require_callable(name: str, value: object) -> None:
     :raises InvalidArgumentError: if it is not; the message contains `name`.
     """
     if not callable(value):
-        raise InvalidArgumentError(f"{name} must be a function, not {value!r}")
+        raise InvalidArgumentError(f"{name} must be a function, not {shown(value)}")
 
 
 def require_service(value: object) -> None:
@@ -41,7 +42,7 @@ def require_service(value: object) -> None:
     """
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= SERVICE_CHARACTERS:
         raise InvalidArgumentError(
-            f"service must be a printable string of 1 to {SERVICE_CHARACTERS} characters, not {value!r}"
+            f"service must be a printable string of 1 to {SERVICE_CHARACTERS} characters, not {shown(value)}"
         )
 
 
@@ -54,11 +55,10 @@ def positive_seconds(name: str, value: object) -> float:
         try:
             seconds = float(value)
         except OverflowError:
-            # Python refuses to print the longest of them.
-            raise InvalidArgumentError(f"{name} must be a number of seconds, not one beyond any float") from None
+            raise InvalidArgumentError(f"{name} must be a number of seconds, not {shown(value)}") from None
         if 0 < seconds < float("inf"):
             return seconds
-    raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {value!r}")
+    raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {shown(value)}")
 
 
 def seconds_or_zero(name: str, value: object) -> float:
@@ -90,7 +90,7 @@ def positive_number(name: str, value: object) -> int:
     with suppress(InvalidArgumentError):
         if (number := whole_number(name, value)) >= 1:
             return number
-    raise InvalidArgumentError(f"{name} must be a positive integer, not {_shown(value)}")
+    raise InvalidArgumentError(f"{name} must be a positive integer, not {shown(value)}")
 
 
 def number_of(unit: str, name: str, value: object, least: int, bits: int) -> int:
@@ -101,17 +101,11 @@ def number_of(unit: str, name: str, value: object, least: int, bits: int) -> int
     number = _integer(name, value)
     if least <= number < 1 << bits:
         return number
-    raise InvalidArgumentError(f"{name} must be a number of {unit} in {least}..2**{bits}-1, not {_shown(number)}")
+    raise InvalidArgumentError(f"{name} must be a number of {unit} in {least}..2**{bits}-1, not {shown(number)}")
 
 
 def _integer(name: str, value: object) -> int:
     if not isinstance(value, bool):
         with suppress(TypeError):
             return index(value)  # type: ignore[arg-type]
-    raise InvalidArgumentError(f"{name} must be a whole number, not {value!r}")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, int) and value.bit_length() > PRINTABLE_BITS:
-        return "one of many more digits"
-    return repr(value)
+    raise InvalidArgumentError(f"{name} must be a whole number, not {shown(value)}")

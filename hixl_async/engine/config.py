@@ -8,9 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..display import shown
 from ..errors import InvalidArgumentError
 from ..types import Address
 from .arguments import number_of, positive_seconds
+from .frozen import frozen
 
 __all__ = ["DEFAULT_DRIVERS", "Drivers", "EngineConfig", "parse_address"]
 
@@ -33,7 +35,7 @@ class EngineConfig:
     domain: str = "default"
     #: The shared secret, at least 8 bytes; with None only processes of the same user on this host are admitted.
     secret: bytes | None = field(default=None, repr=False)
-    #: Driver names in order of preference, with the options of each.
+    #: Driver names in order of preference, with the options of each; a copy that cannot be changed.
     drivers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {name: {} for name in DEFAULT_DRIVERS})
     #: The folder of the Unix socket, for containers that share one; with None the socket has a name without a file.
     unix_dir: str | None = None
@@ -47,7 +49,6 @@ class EngineConfig:
     notification_limit: int = 4096
     #: The most notifications of a peer, and the most completions, taken in one pass of the loop.
     notify_batch_size: int = 256
-
     #: The most bytes of transfers in flight together, or None for no limit.
     max_bytes_in_flight: int | None = None
 
@@ -59,22 +60,31 @@ class EngineConfig:
         for name in ("name", "domain"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= 128:
-                raise InvalidArgumentError(f"{name} must be a string of 1 to 128 printable characters, not {value!r}")
-        if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < 8):
-            raise InvalidArgumentError("secret must have at least 8 bytes; use for example secrets.token_bytes(32)")
+                raise InvalidArgumentError(
+                    f"{name} must be a string of 1 to 128 printable characters, not {shown(value)}"
+                )
+        if self.secret is not None:
+            if not isinstance(self.secret, bytes):
+                raise InvalidArgumentError(f"secret must be bytes or a string, not {type(self.secret).__name__}")
+            if len(self.secret) < 8:
+                raise InvalidArgumentError("secret must have at least 8 bytes; use for example secrets.token_bytes(32)")
         if self.unix_dir is not None and not _is_path(self.unix_dir):
-            raise InvalidArgumentError(f"unix_dir must be the path of a folder or None, not {self.unix_dir!r}")
+            raise InvalidArgumentError(f"unix_dir must be the path of a folder or None, not {shown(self.unix_dir)}")
         for name in ("notification_limit", "notify_batch_size"):
             object.__setattr__(self, name, number_of("messages", name, getattr(self, name), 1, 31))
         if (most := self.max_bytes_in_flight) is not None:
             object.__setattr__(self, "max_bytes_in_flight", number_of("bytes", "max_bytes_in_flight", most, 1, 62))
         if not isinstance(self.drivers, Mapping):
-            raise InvalidArgumentError(f"drivers must map names to options, not {self.drivers!r}")
+            raise InvalidArgumentError(f"drivers must map names to options, not {shown(self.drivers)}")
         if not self.drivers:
             raise InvalidArgumentError("drivers is empty; name at least one, for example drivers=['shm']")
         for driver, options in self.drivers.items():
             if not isinstance(driver, str) or not isinstance(options, Mapping):
-                raise InvalidArgumentError(f"drivers maps names to options, not {driver!r} to {options!r}")
+                raise InvalidArgumentError(f"drivers maps names to options, not {shown(driver)} to {shown(options)}")
+        try:
+            object.__setattr__(self, "drivers", frozen(self.drivers))
+        except RecursionError:
+            raise InvalidArgumentError("drivers holds a mapping or list that contains itself") from None
 
     @classmethod
     def build(
@@ -149,7 +159,7 @@ def _names(drivers: Any) -> list[str]:
         with suppress(TypeError):  # not iterable
             names = list(drivers)
     if names is None or not all(isinstance(name, str) for name in names):
-        raise InvalidArgumentError(f"drivers must be a list of names or a mapping, not {drivers!r}")
+        raise InvalidArgumentError(f"drivers must be a list of names or a mapping, not {shown(drivers)}")
     return names
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import warnings
 import weakref
 from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import _core, drivers
 from .._core import Core
 from ..control import Identity, Listener, printable
 from ..core import in_flight, torch_device
 from ..core.device_copies import DeviceCopies
+from ..core.guard import guarded
 from ..core.link import (
     CAP_NOTIFY,
     CAP_SAME_HOST,
@@ -28,7 +28,9 @@ from ..core.link import (
     EVENT_SIGNAL,
     Driver,
 )
+from ..core.log import Log
 from ..core.transfer import Transfer
+from ..display import shown
 from ..errors import (
     ClosedError,
     DriverError,
@@ -40,6 +42,7 @@ from .arguments import number_of, positive_seconds, require_callable, require_se
 from .closing import Closing
 from .coalescer import Coalescer
 from .config import Drivers, EngineConfig, parse_address
+from .ending_task import EndingTask
 from .group import Group
 from .host import Handler, Host
 from .notifications import Subscription, Subscriptions
@@ -51,7 +54,9 @@ from .subscription_queue import SubscriptionQueue
 
 __all__ = ["Engine"]
 
-logger = logging.getLogger("hixl_async")
+log = Log("hixl_async")
+
+T = TypeVar("T")
 
 #: Seconds that `aclose` waits beyond ``close_timeout`` for what only has to be torn down.
 LINGER = 2.0
@@ -134,6 +139,7 @@ class Engine(Core):
             check_open=lambda: in_flight.must_be_open(self),
             check=self._must_be_here,
             spawn=self._spawn,
+            spawn_ending=self._spawn_ending,
             shared_drivers=self._shared_drivers,
             region=lambda number: self._regions.get(number),
             regions=lambda: self._regions.all(),
@@ -151,7 +157,8 @@ class Engine(Core):
         if not hasattr(self, "_closing"):  # the last attribute that `__init__` sets
             return "<Engine, not initialised>"
         where = f" at {self.address}" if self._listener is not None and self.address else ""
-        return f"<Engine {self.config.name!r}{where}{' closed' if self.closed else ''}>"
+        state = " not open" if self.loop is None else " closed" if self.closed else ""
+        return f"<Engine {self.config.name!r}{where}{state}>"
 
     # -- life
 
@@ -193,7 +200,7 @@ class Engine(Core):
             # The original error is the one to show.
             in_flight.refuse_work(self)
             if self.loop is not None:
-                await asyncio.shield(self.loop.create_task(self._end_drivers(loop.time() + self.config.close_timeout)))
+                await asyncio.shield(self._ending_task(self._end_drivers(loop.time() + self.config.close_timeout)))
             if isinstance(error, OSError) and not isinstance(error, HixlError):  # out of descriptors, most likely
                 raise DriverError(f"the engine could not be opened: {error}", native=error.errno) from error
             raise
@@ -217,7 +224,8 @@ class Engine(Core):
         Closing begins with the call, and takes little longer than ``close_timeout``.  Memory that a driver still holds after
         that, or registered memory that a peer may still write, is leaked, and reported to the loop's exception handler.
 
-        :return: an awaitable; cancelling it does not stop the closing, so that no engine is left half closed.
+        :return: an awaitable; cancelling it does not stop the closing, nor does cancelling all tasks of the loop, so that no
+            engine is left half closed.
         :raises WrongLoopError: if called in another event loop than that in which the engine was opened.
         """
         if not self.forked:
@@ -229,17 +237,15 @@ class Engine(Core):
             return None
         if self._closing is None and not self.closed:
             self._must_be_here()
-            self._closing = self.loop.create_task(self._close())
+            self._closing = self._ending_task(self._close())
         return self._closing
 
     async def _close(self) -> None:
         in_flight.refuse_work(self)
         until = self.loop.time() + self.config.close_timeout + LINGER
         for callback in tuple(self._close_callbacks):
-            try:
-                callback()
-            except Exception as error:
-                self._report(f"a callback of {self!r} failed", error)
+            guarded(self.loop, f"a callback of {self!r} failed", callback)
+        peers = tuple(self._peers)
         leaving = self._peers.close()
         if self._listener is not None:
             await self._listener.aclose()
@@ -248,26 +254,31 @@ class Engine(Core):
             self._subscriptions.close()
         self._regions.close()
         for peer, leaked in self._peers.give_up():
-            self._report(f"{leaked!r} is leaked: {peer!r}, whose death is not confirmed, may still write it")
+            self._report(f"{leaked!r} is leaked: {shown(peer)}, whose death is not confirmed, may still write it")
         drained = in_flight.all_drained(self)
         await self._wait([drained, *self._tasks], until)
-        for waiting in (drained, *self._tasks):
-            waiting.cancel()
+        drained.cancel()
+        for task in self._tasks:
+            _give_up(task)
         await self._wait(list(self._tasks), self.loop.time() + LINGER)
+        for peer in peers:
+            peer._let_go()
         await self._end_drivers(until)
         _engines.discard(self)
 
     async def _end_drivers(self, until: float) -> None:
         """Wait until drivers have released all memory, and close them; what they hold after that is leaked (C7)."""
+        for driver in self._drivers.values():
+            driver.stop_links()
         while in_flight.counters(self)["pinned"] and self.loop.time() < until:
             drained = in_flight.all_drained(self)  # the end of one operation may start another
             await self._wait([drained], until)
             drained.cancel()
         if not in_flight.counters(self)["pinned"]:
-            ends = [self.loop.create_task(self._shut_down(driver)) for driver in self._started]
+            ends = [self._ending_task(self._shut_down(driver)) for driver in self._started]
             await self._wait(ends, max(until, self.loop.time() + LINGER))
             for end in ends:
-                end.cancel()
+                end.give_up()
         held = in_flight.finish(self)
         if held:
             self._report(f"{self!r}: drivers still held the memory of {held} transfers or calls at close; it is leaked")
@@ -285,7 +296,7 @@ class Engine(Core):
         if what:
             await asyncio.wait(what, timeout=max(0, until - self.loop.time()))
 
-    def _report(self, message: str, error: Exception | None = None) -> None:
+    def _report(self, message: str, error: BaseException | None = None) -> None:
         context: dict[str, Any] = {"message": message}
         if error is not None:
             context["exception"] = error
@@ -329,10 +340,19 @@ class Engine(Core):
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task that belongs to the engine, and that `aclose` waits for."""
-        task = self.loop.create_task(work)
+        return self._own(self.loop.create_task(work))
+
+    def _spawn_ending(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task of the same kind that ends something."""
+        return self._own(self._ending_task(work))
+
+    def _own(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def _ending_task(self, work: Coroutine[Any, Any, T]) -> EndingTask[T]:
+        return EndingTask(work, self.loop, self.config.close_timeout + 4 * LINGER)
 
     # -- transfers
 
@@ -524,7 +544,7 @@ class Engine(Core):
         """
         in_flight.must_be_open(self)
         if not isinstance(peer, Peer) or peer._host is not self._host:
-            raise InvalidArgumentError(f"peer must be a peer of this engine, not {peer!r}")
+            raise InvalidArgumentError(f"peer must be a peer of this engine, not {shown(peer)}")
         return _core.notify(self, peer._link(CAP_NOTIFY, "notify"), (topic, payload))
 
     def notifications(self, topic: str | None = None, *, limit: int | None = None) -> Subscription:
@@ -592,7 +612,7 @@ class Engine(Core):
             assert self._subscriptions is not None
             self._subscriptions.deliver(peer, topic, data)
         elif kind == EVENT_LOG:
-            logger.log(logging.WARNING if status else logging.INFO, "%s", printable(data.decode("utf-8", "replace")))
+            (log.warning if status else log.info)("%s", printable(data.decode("utf-8", "replace")))
         elif peer is None:
             return
         elif kind == EVENT_SIGNAL:
@@ -648,6 +668,14 @@ class Engine(Core):
 def _pong(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
     """Return the body of the request, as the service ``hixl.ping``, which every engine has."""
     return body
+
+
+def _give_up(task: asyncio.Task[Any]) -> None:
+    """Cancel a task, because the engine ends."""
+    if isinstance(task, EndingTask):
+        task.give_up()
+    else:
+        task.cancel()
 
 
 def _after_fork_in_child() -> None:

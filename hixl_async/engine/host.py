@@ -32,6 +32,8 @@ class Host(NamedTuple):
     check: Callable[[], None]
     #: Start a task that the engine's end waits for.
     spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+    #: Start a task that ends something; see `EndingTask`.
+    spawn_ending: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
     #: Return the drivers that the engine shares with a peer, by the names of the peer's drivers and True if it is on this host.
     shared_drivers: Callable[[Sequence[str], bool], list[Driver]]
     #: Return the region with a number, or None.

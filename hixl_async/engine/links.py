@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 
 from ..control import Incoming, binary_text
 from ..core.link import CAP_SAME_HOST, MESSAGE_LIMIT, Driver, Link
+from ..core.log import Log
 from ..errors import ConnectError, DriverError, HixlError, NoRouteError, PeerDownError, ProtocolError
 from ..types import PeerState
 from .session import Mark, Session
 
 __all__ = ["Links"]
 
-logger = logging.getLogger("hixl_async")
+log = Log("hixl_async")
 
 #: The most characters of a failure that one side sends to the other.
 FAILURE_LIMIT = 500
@@ -235,9 +235,9 @@ class Links:
                 first = ConnectError(text, peer=self._session.name, native=first.native)
             self._session.lose(first)
             return
-        logger.warning("peer %r is linked without driver %r: %s", self._session.name, name, error)
+        log.warning("peer %r is linked without driver %r: %s", self._session.name, name, error)
         if link is not None:
-            self._session.spawn(self._stop(link))
+            self._session.spawn_ending(self._stop(link))
         self._maybe_ready()
 
     @property
@@ -331,7 +331,7 @@ class Links:
         try:
             await link.stop(self._session.has(Mark.DEAD))
         except HixlError as error:
-            logger.warning("link of %r to peer %r: %s", link.driver.name, self._session.name, error)
+            log.warning("link of %r to peer %r: %s", link.driver.name, self._session.name, error)
 
     def free(self) -> None:
         """Free the links; only after `stop`."""

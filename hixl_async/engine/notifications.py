@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._core import Core
+from ..display import shown
 from ..errors import InvalidArgumentError
 from .arguments import number_of
 from .subscription_queue import BoundedQueue, SubscriptionQueue
@@ -46,6 +47,9 @@ class Subscription(SubscriptionQueue[Notification]):
         """The topic, or None for all."""
         return self._topic
 
+    def __repr__(self) -> str:
+        return f"<Subscription to {'all topics' if self.topic is None else repr(self.topic)}, {self._describe()}>"
+
 
 class Subscriptions:
     """All subscriptions of an engine, and a bounded store of unclaimed notifications.
@@ -69,7 +73,13 @@ class Subscriptions:
         :raises InvalidArgumentError: if `topic` or `limit` is malformed.
         """
         if topic is not None and (not isinstance(topic, str) or not topic):
-            raise InvalidArgumentError(f"topic must be a string that is not empty, or None for all; it is {topic!r}")
+            raise InvalidArgumentError(
+                f"topic must be a string that is not empty, or None for all; it is {shown(topic)}"
+            )
+        if topic is not None and not _utf8(topic):
+            raise InvalidArgumentError(
+                f"the topic {shown(topic)} holds half a surrogate pair, which UTF-8 cannot carry"
+            )
         most = self._limit if limit is None else number_of("messages", "limit", limit, 1, 62)
         queue: BoundedQueue[Notification] = BoundedQueue(most, ROOM)
         self._queues.setdefault(topic, []).append(queue)
@@ -119,3 +129,11 @@ class Subscriptions:
         self._queues.clear()
         self._takers.clear()
         self._unclaimed.clear()
+
+
+def _utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

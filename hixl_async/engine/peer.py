@@ -13,32 +13,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
 from ..control import Connection, Identity, Incoming
 from ..core import in_flight
+from ..core.guard import guarded
 from ..core.link import Driver, Link
+from ..core.log import Log
 from ..core.memory import link_of
 from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
+from ..display import shown
 from ..errors import ClosedError, HixlError, InvalidArgumentError, PeerDownError, ProtocolError
 from ..types import Access, Address, PeerState
 from .arguments import positive_seconds, require_callable
 from .closing import Closing
+from .heartbeats import Heartbeats
 from .host import Host
 from .links import FAILURE_LIMIT, Links
 from .process_watch import ProcessWatch
-from .region import Region, RemoteRegion
+from .region import Region, RemoteRegion, require_region_name
 from .regions import Exports, Imports
 from .rpc import Rpc
 from .session import Mark, Session
 
 __all__ = ["Peer"]
 
-logger = logging.getLogger("hixl_async")
+log = Log("hixl_async")
 
 #: Seconds between a link's end and the goodbye that explains it, before the peer counts as lost.
 GOODBYE_GRACE = 0.25
@@ -81,7 +84,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         self._forget = forget
         self._loop = host.core.loop
         self._dialled_at: set[Address] = set()  # where `connect` finds it
-        self._session = Session(connection, self._loop, host.check, host.spawn, self._lose)
+        self._session = Session(connection, self._loop, host.check, host.spawn, host.spawn_ending, self._lose)
         self._links = Links(self._session, cookie, self._say_ready, self._come_up, self._explain, self._cause_awaited)
         self._rpc = Rpc(self._session, self._handler)
         self._exports = Exports(
@@ -95,6 +98,8 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         self._imports = Imports(self._session, self._links, self._rpc)
         self._signal_callbacks: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[HixlError], None]] = []
+        self._heartbeats = Heartbeats(self._loop, self._say_alive)
+        self._heard_at = self._loop.time()
         self._ending: asyncio.Task[None] | None = None
         self._dying: asyncio.TimerHandle | None = None  # the end of the wait for a death
         self._awaits_goodbye = False
@@ -163,7 +168,9 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             region = self._imports.imported(region)
         link = link_of(region) if isinstance(region, RemoteRegion) else None
         if link is None or link not in self._links:
-            raise InvalidArgumentError(f"region must be one of peer {self.name!r}, or the name of one, not {region!r}")
+            raise InvalidArgumentError(
+                f"region must be one of peer {self.name!r}, or the name of one, not {shown(region)}"
+            )
         others = [name for name in self._links.names if name != link.driver.name]
         rest = f"; also linked: {', '.join(others)}" if others else ", the only one that both sides share"
         return f"{link.driver.name}: first of this engine's drivers that can import {region.name!r}{rest}"
@@ -190,7 +197,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             rate = int(bytes_per_second)
         else:
             raise InvalidArgumentError(
-                f"bytes_per_second must be a number of at least 1, or None for no limit, not {bytes_per_second!r}"
+                f"bytes_per_second must be a number of at least 1, or None for no limit, not {shown(bytes_per_second)}"
             )
         self._links.pace(rate)
 
@@ -209,7 +216,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
 
     def _say_ready(self) -> None:
         """Tell the peer that it may submit, and whether anything of earlier connections with it is left here."""
-        settled = all(other._session.has(Mark.WOUND_DOWN) for other in self._others(self))
+        settled = all(peer._session.has(Mark.WOUND_DOWN) for peer in self._others(self))
         try:
             self._session.send("ready", {"settled": settled})
         except HixlError as error:
@@ -219,9 +226,9 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         """Handle the peer's message that it has linked all drivers that can be linked."""
         if message.flag("settled"):
             # Nothing of its earlier connections is left there, although their goodbye could not arrive.
-            for other in self._others(self):
-                if other.state is PeerState.DOWN:
-                    other._become_harmless()
+            for peer in self._others(self):
+                if peer.state is PeerState.DOWN:
+                    peer._become_harmless()
         self._links.on_ready()
 
     def _come_up(self) -> None:
@@ -258,6 +265,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
                 "call": rpc.on_call,
                 "post": rpc.on_post,
                 "link.down": self._on_link_down,
+                "alive": lambda message: None,
                 **to_the_end,
             },
             PeerState.CLOSING: to_the_end,
@@ -270,6 +278,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
 
     def _on_message(self, kind: str, body: dict[str, Any], fds: list[int]) -> None:
         message = Incoming(kind, body, fds)
+        self._heard_at = self._loop.time()
         try:
             handler = self._routes[self.state].get(kind)
             if handler is not None:
@@ -305,12 +314,11 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         :raises StaleRegionError: if the peer closes the region meanwhile.
         :raises WaitTimeoutError: if the region was not imported within `timeout` seconds.
         :raises AccessError: if the kernel does not let this process map or reach the region's memory.
-        :raises InvalidArgumentError: if `name` is not a string.
+        :raises InvalidArgumentError: if no region can have that name.
         :raises ClosedError: if the connection or the engine was closed here.
         """
         self._host.check()
-        if not isinstance(name, str):
-            raise InvalidArgumentError(f"name must be a string, not {name!r}")
+        require_region_name(name)
         return await self._imports.region(name, None if timeout is None else positive_seconds("timeout", timeout))
 
     async def request(self, service: str, body: dict[str, Any], *, timeout: float = 5.0) -> dict[str, Any]:
@@ -358,6 +366,43 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         self._session.must_be_up()
         return self._links.first(needed, what)
 
+    # -- signs of life
+
+    @property
+    def heard_at(self) -> float:
+        """The time, by the clock of the event loop, at which the last message of the peer arrived.
+
+        A peer that is alive may send none for long, unless it needs a lease of ours; see `begin_heartbeats`.
+        """
+        return self._heard_at
+
+    def begin_heartbeats(self, interval: float) -> None:
+        """Send the peer a sign of life at least every `interval` seconds, until as many calls of `end_heartbeats`.
+
+        All leases that the peer granted share one timer.
+
+        :param interval: seconds; a third of the lease, so that one may be late.
+        :raises InvalidArgumentError: if `interval` is not a positive number.
+        :raises WrongLoopError: if called outside of the engine's event loop.
+        """
+        in_flight.must_be_on_thread(self._host.core)
+        self._heartbeats.begin(positive_seconds("interval", interval))
+
+    def end_heartbeats(self, interval: float) -> None:
+        """Undo one `begin_heartbeats`.
+
+        :param interval: the seconds of that call.
+        :raises InvalidArgumentError: if there is no such call to undo.
+        :raises WrongLoopError: if called outside of the engine's event loop.
+        """
+        in_flight.must_be_on_thread(self._host.core)
+        self._heartbeats.end(positive_seconds("interval", interval))
+
+    def _say_alive(self) -> None:
+        # While it is crowded, the peer is hearing from us anyway.
+        if self.state is PeerState.UP and not self._connection.crowded:
+            self._session.tell("alive", {})
+
     # -- signals and loss
 
     def add_signal_callback(self, callback: Callable[[], None]) -> None:
@@ -398,7 +443,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         require_callable("callback", callback)
         self._lost_callbacks.append(callback)
         if self.error is not None:
-            self._loop.call_soon(callback, self.error)
+            self._loop.call_soon(self._guard, callback, self.error)
 
     def remove_lost_callback(self, callback: Callable[[HixlError], None]) -> None:
         """Undo `add_lost_callback`; no error if `callback` was not registered.
@@ -411,10 +456,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             self._lost_callbacks.remove(callback)
 
     def _guard(self, callback: Callable[..., None], *args: Any) -> None:
-        try:
-            callback(*args)
-        except Exception as error:
-            self._loop.call_exception_handler({"message": f"a callback of {self!r} failed", "exception": error})
+        guarded(self._loop, f"a callback of {self!r} failed", callback, *args)
 
     async def fenced(self) -> None:
         """Wait until this peer's process can no longer touch memory of ours, which may never happen.
@@ -560,14 +602,17 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
 
     def _close(self) -> asyncio.Task[None]:
         self._host.check()
-        error = ClosedError(f"the connection to {self.name!r} was closed here", peer=self.name)
+        error = self._closed_here()
         self._begin_closing(error)
         return self._end(self._leave(error))
+
+    def _closed_here(self) -> ClosedError:
+        return ClosedError(f"the connection to {self.name!r} was closed here", peer=self.name)
 
     def _end(self, how: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start the task that ends the peer, unless there is one already."""
         if self._ending is None:
-            self._ending = self._host.spawn(how)
+            self._ending = self._host.spawn_ending(how)
         else:
             how.close()
         return self._ending
@@ -584,16 +629,16 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             close_timeout = self._host.config.close_timeout
             until = self._loop.time() + close_timeout
             await self._links.drain(until)
-            goodbye = self._host.spawn(self._say_goodbye())
+            goodbye = self._host.spawn_ending(self._say_goodbye())
             await asyncio.wait([goodbye], timeout=max(0, until - self._loop.time()) + STOP_GRACE)
             if not goodbye.done():
-                logger.warning("peer %r: a driver still uses memory of ours after %g s", self.name, close_timeout)
+                log.warning("peer %r: a driver still uses memory of ours after %g s", self.name, close_timeout)
                 self._go_down(error)
-                self._host.spawn(self._wind_down_after(goodbye))
+                self._host.spawn_ending(self._wind_down_after(goodbye))
                 return
             await self._session.until(Mark.GOODBYE | Mark.DOWN, max(0, until - self._loop.time()))
             if not self._session.has(Mark.GOODBYE | Mark.DOWN):
-                logger.warning("peer %r did not say goodbye within %g s", self.name, close_timeout)
+                log.warning("peer %r did not say goodbye within %g s", self.name, close_timeout)
         self._go_down(error)
         await self._wind_down()
 
@@ -644,6 +689,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             return
         if self._dying is not None:
             self._dying.cancel()
+        self._heartbeats.stop()
         self._session.change(PeerState.DOWN, error)
         self._links.refuse()
         self._links.cause_known()
@@ -680,6 +726,11 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
         leaked = self._exports.give_up()
         self._forget(self)
         return leaked
+
+    def _let_go(self) -> None:
+        """Close what is left, because the engine ends now; the links end with their drivers."""
+        self._go_down(self._closed_here())
+        self._connection.close()
 
     def _abandon(self) -> None:
         """Close the copies of descriptors in a child of fork(), nothing more."""

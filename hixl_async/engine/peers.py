@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 from ..control import Connection, FairScheduler, dial
+from ..core.log import Log
 from ..errors import ClosedError, ConnectError, HandshakeError, HixlError, PeerDownError, ProtocolError
 from ..types import Address, PeerState
 from .host import Host
@@ -18,7 +19,7 @@ from .subscription_queue import BoundedQueue, SubscriptionQueue
 
 __all__ = ["Peers"]
 
-logger = logging.getLogger("hixl_async")
+log = Log("hixl_async")
 
 #: The most accepted peers that wait in one queue; more than a machine has descriptors for.
 ACCEPTED_LIMIT = 1 << 16
@@ -58,7 +59,7 @@ class Peers:
 
     def others(self, peer: Peer) -> list[Peer]:
         """Return the other connections to the same engine."""
-        return [other for other in self if other is not peer and other._is_of(peer._connection)]
+        return [other_peer for other_peer in self if other_peer is not peer and other_peer._is_of(peer._connection)]
 
     def _new(self, connection: Connection) -> Peer:
         cookie = next(self._cookies)
@@ -89,12 +90,12 @@ class Peers:
 
     async def _connect(self, where: Address, seconds: float, until: float) -> Peer:
         connection = await self._dial(where, seconds, until)
-        for known in self.up:
+        for peer in self.up:
             # The peer listens on another address too, or it dialled us.
-            if known._is_of(connection) and known._check_alive():
-                known._dialled_at.add(where)
+            if peer._is_of(connection) and peer._check_alive():
+                peer._dialled_at.add(where)
                 await connection.aclose()
-                return known
+                return peer
         peer = self._new(connection)
         peer._dialled_at.add(where)
         try:
@@ -144,7 +145,7 @@ class Peers:
             peer._lose(late)
             raise late from None
         except BaseException:
-            peer._lose(PeerDownError(f"the connection to {peer.name!r} was given up", peer=peer.name))
+            peer._lose(_given_up(peer))
             raise
         return peer
 
@@ -155,14 +156,16 @@ class Peers:
         if self._host.core.closed:
             connection.abandon()
         else:
-            self._host.spawn(self._admit(self._new(connection)))
+            peer = self._new(connection)
+            admitting = self._host.spawn(self._admit(peer))
+            admitting.add_done_callback(partial(_admitted, peer))
 
     async def _admit(self, peer: Peer) -> None:
         host = self._host
         try:
             await self._bring_up(peer, host.core.loop.time() + host.config.connect_timeout)
         except HixlError as error:
-            logger.info("%r: peer %r was not admitted: %s", host.core, peer.name, error)
+            log.info("%r: peer %r was not admitted: %s", host.core, peer.name, error)
         else:
             for queue in self._acceptors:
                 queue.put(peer)
@@ -194,6 +197,16 @@ class Peers:
         """Close the copies of descriptors in a child of fork(), nothing more."""
         for peer in self:
             peer._abandon()
+
+
+def _admitted(peer: Peer, admitting: asyncio.Task[None]) -> None:
+    """Drop a peer whose admission was cancelled, perhaps before it began."""
+    if admitting.cancelled():
+        peer._lose(_given_up(peer))
+
+
+def _given_up(peer: Peer) -> PeerDownError:
+    return PeerDownError(f"the connection to {peer.name!r} was given up", peer=peer.name)
 
 
 def _drop(dialling: asyncio.Task[Connection]) -> None:

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ..core.guard import guarded
 from ..core.memory import LocalMemory, RemoteMemory, link_of
 from ..core.sealed import Sealed
+from ..display import shown
 from ..errors import BufferTypeError, ClosedError, DriverError, InvalidArgumentError
 from ..types import Access, AccessLike
 from .closing import Closing
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-__all__ = ["MAX_NAME", "Operand", "Region", "RemoteRegion", "operand", "parse_access"]
+__all__ = ["MAX_NAME", "Operand", "Region", "RemoteRegion", "operand", "parse_access", "require_region_name"]
 
 #: The most bytes of a region's name.
 MAX_NAME = 256
@@ -35,6 +37,15 @@ def parse_access(value: AccessLike) -> Access:
         return Access.parse(value)
     except ValueError as error:
         raise InvalidArgumentError(str(error)) from None
+
+
+def require_region_name(value: object) -> None:
+    """Return if `value` can be the name of a region.
+
+    :raises InvalidArgumentError: if it cannot.
+    """
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value.encode()) <= MAX_NAME:
+        raise InvalidArgumentError(f"name must be a printable string of 1 to {MAX_NAME} bytes, not {shown(value)}")
 
 
 class RegionOwner(Protocol):
@@ -99,13 +110,10 @@ class Region(Sealed, LocalMemory, maker="engine.allocate() and engine.register()
         """
         if self._grant is None:
             return self.access
-        try:
-            return self.access & parse_access(self._grant(peer))
-        except Exception as error:
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": f"grant= of {self!r} failed; {peer!r} is given nothing", "exception": error}
-            )
-            return Access.NONE
+        grant = self._grant
+        message = f"grant= of {self!r} failed; {peer!r} is given nothing"
+        granted = guarded(asyncio.get_running_loop(), message, lambda: parse_access(grant(peer)))
+        return self.access & (granted or Access.NONE)
 
     async def ready(self) -> None:
         """Wait until all drivers have registered the memory; peers and transfers wait by themselves.
@@ -136,11 +144,13 @@ class Region(Sealed, LocalMemory, maker="engine.allocate() and engine.register()
         try:
             array: numpy.ndarray[Any, Any] = numpy.frombuffer(view, dtype)
         except MISFITS as error:
-            raise InvalidArgumentError(f"{self!r} is no array of dtype {dtype!r}: {error}") from error
+            raise InvalidArgumentError(f"{self!r} is no array of dtype {shown(dtype)}: {error}") from error
         try:
             return array if shape is None else array.reshape(shape)
         except MISFITS as error:
-            raise InvalidArgumentError(f"{self!r} cannot have shape {shape!r} of dtype {dtype!r}: {error}") from error
+            raise InvalidArgumentError(
+                f"{self!r} cannot have shape {shown(shape)} of dtype {shown(dtype)}: {error}"
+            ) from error
 
     def torch(self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """Return the memory as a torch tensor on the CPU, without a copy.
@@ -156,11 +166,13 @@ class Region(Sealed, LocalMemory, maker="engine.allocate() and engine.register()
         try:
             tensor = torch.frombuffer(view, dtype=torch.uint8 if dtype is None else dtype)
         except MISFITS as error:
-            raise InvalidArgumentError(f"{self!r} is no tensor of dtype {dtype!r}: {error}") from error
+            raise InvalidArgumentError(f"{self!r} is no tensor of dtype {shown(dtype)}: {error}") from error
         try:
             return tensor if shape is None else tensor.reshape(shape)
         except MISFITS as error:
-            raise InvalidArgumentError(f"{self!r} cannot have shape {shape!r} of dtype {dtype!r}: {error}") from error
+            raise InvalidArgumentError(
+                f"{self!r} cannot have shape {shown(shape)} of dtype {shown(dtype)}: {error}"
+            ) from error
 
     def revoke(self) -> None:
         """Withdraw the region without waiting: no new work may use it, and its name is free.  Idempotent.

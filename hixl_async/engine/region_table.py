@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from .. import _core
 from .._core import Core
 from ..core import in_flight, memory
 from ..core.link import CAP_ALLOC, CAP_REGISTER, Driver
+from ..core.log import Log
 from ..core.memory import LocalMemory, LocalSlice
-from ..errors import BusyError, DriverError, HixlError, InvalidArgumentError, RangeError
+from ..display import shown
+from ..errors import BusyError, ClosedError, DriverError, HixlError, InvalidArgumentError, RangeError
 from ..types import Access, AccessLike, PeerState
 from .arguments import number_of
 from .closing import Closing
 from .host import Host
 from .peers import Peers
-from .region import MAX_NAME, Region, operand, parse_access
+from .region import Region, operand, parse_access, require_region_name
 from .regions import MAX_OFFERS
 
 __all__ = ["RegionTable"]
 
-logger = logging.getLogger("hixl_async")
+log = Log("hixl_async")
 
 
 class RegionTable:
@@ -84,12 +86,11 @@ class RegionTable:
         return self._enter(region)
 
     def _check_new(self, name: str, access: AccessLike, grant: object) -> Access:
-        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= MAX_NAME:
-            raise InvalidArgumentError(f"name must be a printable string of 1 to {MAX_NAME} bytes, not {name!r}")
+        require_region_name(name)
         if name in self._names:
             raise InvalidArgumentError(f"region {name!r} exists already; close it first, or choose another name")
         if grant is not None and not callable(grant):
-            raise InvalidArgumentError(f"grant must be a function of a peer, not {grant!r}")
+            raise InvalidArgumentError(f"grant must be a function of a peer, not {shown(grant)}")
         rights = parse_access(access)
         if (
             rights
@@ -132,22 +133,16 @@ class RegionTable:
 
     def _registration(self, region: Region, driver: Driver) -> asyncio.Future[DriverError | None] | None:
         """Return the outcome of a registration that is not done: the reason why it failed, or None once it is done."""
+        outcome = self._core.loop.create_future()
         try:
             registration = memory.registration(region, driver)
         except HixlError as error:  # it has failed already, and is treated like a later failure
-            outcome = self._core.loop.create_future()
             outcome.set_result(_unusable(region, driver, error))
             return outcome
-        return None if registration.done() else self._host.spawn(self._registered(region, driver, registration))
-
-    async def _registered(
-        self, region: Region, driver: Driver, registration: asyncio.Future[int]
-    ) -> DriverError | None:
-        try:
-            await registration
-        except HixlError as error:
-            return _unusable(region, driver, error)
-        return None
+        if registration.done():
+            return None
+        registration.add_done_callback(partial(_registered, region, driver, outcome))
+        return outcome
 
     def _enter(self, region: Region) -> Region:
         region._number = self._next_number
@@ -182,21 +177,19 @@ class RegionTable:
         if self._core.closed:
             return None
         self._host.check()
-        return self._host.spawn(self._wait_for_users(region))
+        return self._host.spawn_ending(self._wait_for_users(region))
 
     async def _wait_for_users(self, region: Region) -> None:
         users = [peer for peer in self._peers if region in peer._exports]
         silent = [peer for peer in users if peer.state is PeerState.DOWN]
-        try:
-            if silent and region.pins == len(silent):
-                raise TimeoutError  # no remaining user could answer in time
-            async with asyncio.timeout(self._host.config.close_timeout):
-                await region.released()
-        except TimeoutError:
+        released = region.released()
+        # Users that are silent could not answer in time.
+        hopeless = silent and region.pins == len(silent)
+        await asyncio.wait([released], timeout=0 if hopeless else self._host.config.close_timeout)
+        if not released.done():
+            released.cancel()
             names = ", ".join(repr(peer.name) for peer in users) or "this process"
-            logger.warning(
-                "%r: its users (%s) did not release it; its memory stays pinned until they do", region, names
-            )
+            log.warning("%r: its users (%s) did not release it; its memory stays pinned until they do", region, names)
 
     def close(self) -> None:
         """Retire all regions, because the engine ends."""
@@ -208,9 +201,19 @@ class RegionTable:
         memory.retire(region)
 
 
+def _registered(
+    region: Region, driver: Driver, outcome: asyncio.Future[DriverError | None], registration: asyncio.Future[int]
+) -> None:
+    error = registration.exception()
+    if isinstance(error, ClosedError):  # the engine has ended
+        outcome.cancel()
+    else:
+        outcome.set_result(_unusable(region, driver, error) if isinstance(error, HixlError) else None)
+
+
 def _unusable(region: Region, driver: Driver, error: HixlError) -> DriverError:
     failure = DriverError(f"{region!r} cannot be used by driver {driver.name!r}: {error}", native=error.native)
-    logger.warning("%s", failure)
+    log.warning("%s", failure)
     return failure
 
 

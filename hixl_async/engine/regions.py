@@ -18,13 +18,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ..control import Incoming, binary_text
 from ..core import memory
 from ..core.link import Link
+from ..core.log import Log
 from ..errors import (
     AccessError,
     BusyError,
@@ -45,7 +45,7 @@ from .waiters import Waiters
 
 __all__ = ["MAX_OFFERS", "Exports", "Imports"]
 
-logger = logging.getLogger("hixl_async")
+log = Log("hixl_async")
 
 #: The most regions that one peer may offer us.
 MAX_OFFERS = 4096
@@ -90,7 +90,7 @@ class Exports:
         self._access = access
         self._idle = idle
         self._given: dict[int, _Export] = {}
-        self._waiting: dict[int, asyncio.Task[None]] = {}  # for regions that a transport has not registered yet
+        self._waiting: dict[int, int] = {}  # calls for regions that a transport has not registered yet
 
     def __len__(self) -> int:
         return len(self._given)
@@ -127,7 +127,8 @@ class Exports:
                 raise AccessError("the region is not granted to this engine")
             link = self._route(region)
             if not isinstance(link, Link):
-                self._waiting[number] = self._session.spawn(self._give_later(call, number, link))
+                self._waiting[number] = call
+                link.add_done_callback(lambda _: self._give_later(call, number))
                 return
             metadata, fds = memory.export(region, link.driver, int(access))
         except HixlError as error:
@@ -159,17 +160,16 @@ class Exports:
         names = ", ".join(self._links.names)
         raise NoRouteError(f"none of the linked drivers ({names}) knows this region")
 
-    async def _give_later(self, call: int, number: int, registration: asyncio.Future[DriverError | None]) -> None:
-        await asyncio.wait([registration])
-        del self._waiting[number]
-        if self._session.state is PeerState.UP:
-            self._give(call, number)
+    def _give_later(self, call: int, number: int) -> None:
+        if self._waiting.get(number) == call:  # else the peer has given up
+            del self._waiting[number]
+            if self._session.state is PeerState.UP:
+                self._give(call, number)
 
     def on_gone(self, message: Incoming) -> None:
         """Note that the peer no longer touches a region."""
         number = message.number("id")
-        if waiting := self._waiting.pop(number, None):
-            waiting.cancel()  # the peer has given up
+        self._waiting.pop(number, None)
         export = self._given.pop(number, None)
         if export is not None:
             memory.unpin(export.region)
@@ -260,7 +260,7 @@ class Imports:
 
     async def _offer(self, name: str) -> None:
         """Wait until the peer offers a region; a wait of more than `PATIENCE` seconds is logged once."""
-        reminder = self._loop.call_later(PATIENCE, lambda: logger.warning("%s", self._not_offered(name, PATIENCE)))
+        reminder = self._loop.call_later(PATIENCE, lambda: log.warning("%s", self._not_offered(name, PATIENCE)))
         try:
             while name not in self._offers:
                 self._session.must_be_up()

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from .. import errors
 from ..control import Incoming
+from ..core.guard import guarded, report
+from ..core.log import Log
 from ..errors import (
     AccessError,
     BusyError,
@@ -38,7 +40,7 @@ from .session import Session
 
 __all__ = ["MAX_HANDLERS", "Rpc"]
 
-logger = logging.getLogger("hixl_async")
+log = Log("hixl_async")
 
 #: The most requests of one peer in our handlers at the same time, and the most of ours that wait for answers; further ones
 #: wait for their turn.  Answers cannot wait for room as requests do, so all that may be sent together must fit into the
@@ -59,10 +61,6 @@ CROSSING: dict[str, tuple[type[HixlError], ...]] = {
     ANSWER: (InvalidArgumentError, RangeError, AccessError, BusyError, TicketError, LayoutMismatchError),
     "region.metadata": (AccessError, BusyError, DriverError, NoRouteError, StaleRegionError),
 }
-
-
-#: What a handler may raise beside an Exception without ending the program.
-UNUSUAL = (asyncio.CancelledError, GeneratorExit)
 
 
 class _Waiting(NamedTuple):
@@ -185,7 +183,7 @@ class Rpc:
             answer = handler(request)
         except HixlError as error:
             self.fail(call, error)
-        except (Exception, *UNUSUAL) as error:
+        except BaseException as error:
             self._broken_handler(call, service, error)
         else:
             if inspect.isawaitable(answer):
@@ -195,29 +193,40 @@ class Rpc:
 
     def _serve_later(self, call: int | None, service: str, answer: Awaitable[dict[str, Any] | None]) -> None:
         if len(self._handlers) >= MAX_HANDLERS:
-            _discard(answer)
+            self._discard(service, answer)
             error = BusyError(f"{MAX_HANDLERS} requests of this peer are being handled already")
-            logger.warning("peer %r: a request to %r is dropped: %s", self._session.name, service, error)
+            log.warning("peer %r: a request to %r is dropped: %s", self._session.name, service, error)
             self.fail(call, error)
             return
         task = self._session.spawn(self._finish(call, service, answer))
         self._handlers.add(task)
-        task.add_done_callback(self._handlers.discard)
-        # The task may be cancelled before it begins.
-        task.add_done_callback(lambda _: _discard(answer))
+        task.add_done_callback(partial(self._ended, call, service, answer))
 
     async def _finish(self, call: int | None, service: str, answer: Awaitable[dict[str, Any] | None]) -> None:
         try:
             body = await answer
         except asyncio.CancelledError:
-            self.fail(call, RemoteError(f"the handler of {service!r} was cancelled at the peer"))
             raise
         except HixlError as error:
             self.fail(call, error)
-        except (Exception, *UNUSUAL) as error:
+        except BaseException as error:
             self._broken_handler(call, service, error)
         else:
             self._reply(call, service, body)
+
+    def _ended(
+        self, call: int | None, service: str, answer: Awaitable[dict[str, Any] | None], task: asyncio.Task[None]
+    ) -> None:
+        self._handlers.discard(task)
+        if task.cancelled():
+            self._discard(service, answer)  # the task may not even have begun
+            self.fail(call, RemoteError(f"the handler of {service!r} was cancelled at the peer"))
+
+    def _discard(self, service: str, answer: Awaitable[dict[str, Any] | None]) -> None:
+        """End the work that a handler has begun, if it has not ended."""
+        end = answer.close if inspect.iscoroutine(answer) else getattr(answer, "cancel", None)
+        if end is not None:
+            guarded(self._loop, f"the handler of {service!r} could not be ended", end)
 
     def _reply(self, call: int | None, service: str, body: dict[str, Any] | None) -> None:
         if call is None:
@@ -228,25 +237,27 @@ class Rpc:
             self._session.tell("answer", {"call": call, "body": body or {}})
         except (ProtocolError, TypeError) as error:
             self._broken_handler(call, service, error, f": its answer must be None or {BODY}: {error}")
+        except BaseException as error:  # of the items of a dict whose class is the program's
+            self._broken_handler(call, service, error)
 
     def fail(self, call: int | None, error: HixlError) -> None:
         """Tell the peer why its request has no answer."""
         if call is not None:
-            text = _text(error).encode(errors="replace")[:FAILURE_BYTES].decode(errors="ignore")
+            text = self._text(error).encode(errors="replace")[:FAILURE_BYTES].decode(errors="ignore")
             self._session.tell("failure", {"call": call, "error": _class_name(error), "message": text})
+
+    def _text(self, error: HixlError) -> str:
+        """Return the text of an error, whose class may be the program's."""
+        try:
+            return str(error)
+        except BaseException as failure:
+            report(self._loop, f"a {type(error).__name__} has no text", failure)
+            return f"its text is unknown, because {type(failure).__name__} was raised"
 
     def _broken_handler(self, call: int | None, service: str, error: BaseException, reason: str = "") -> None:
         """Report the error of our own handler, of which the peer learns no more than `reason`."""
-        self._loop.call_exception_handler({"message": f"the handler of {service!r} failed", "exception": error})
         self.fail(call, RemoteError(f"the handler of {service!r} failed at the peer{reason}"))
-
-
-def _text(error: HixlError) -> str:
-    """Return the text of an error, whose class may be the program's."""
-    try:
-        return str(error)
-    except Exception as failure:
-        return f"its text cannot be had, because {type(failure).__name__} was raised"
+        report(self._loop, f"the handler of {service!r} failed", error)
 
 
 def _class_name(error: HixlError) -> str:
@@ -261,9 +272,9 @@ def _failure(name: str, text: str, kind: str, peer: str) -> HixlError:
     :param text: the error's message.
     :param kind: the kind of the answer that the failure takes the place of.
     """
-    known = getattr(errors, name, None)
-    if isinstance(known, type) and issubclass(known, CROSSING[kind]):
-        return known(text, peer=peer)
+    for crossing in CROSSING[kind]:
+        if crossing.__name__ == name:
+            return crossing(text, peer=peer)
     error = RemoteError(text if name == RemoteError.__name__ else f"{name}: {text}", peer=peer)
     error.remote_class = name
     return error
@@ -276,14 +287,6 @@ def _lost(error: HixlError, waiting: _Waiting) -> HixlError:
     lost = RequestLostError(str(error), peer=error.peer)
     lost.confirmed_dead = error.confirmed_dead
     return lost
-
-
-def _discard(answer: Awaitable[Any]) -> None:
-    """End the work that a handler has begun, if it has not ended."""
-    if inspect.iscoroutine(answer):
-        answer.close()
-    elif isinstance(answer, asyncio.Future):
-        answer.cancel()
 
 
 def _check(service: object, body: object) -> None:

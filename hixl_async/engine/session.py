@@ -47,6 +47,7 @@ class Session:
     :param loop: the engine's event loop.
     :param check: raises if the caller is in another loop or a forked child.
     :param spawn: starts a task that belongs to the engine.
+    :param spawn_ending: starts one that ends something.
     :param lose: ends the peer with an error, because it has failed.
     """
 
@@ -56,12 +57,14 @@ class Session:
         loop: asyncio.AbstractEventLoop,
         check: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        spawn_ending: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
         lose: Callable[[HixlError], None],
     ) -> None:
         self.connection = connection
         self.identity = connection.identity
         self.loop = loop
         self.spawn = spawn
+        self.spawn_ending = spawn_ending
         self.lose = lose
         self.state = PeerState.CONNECTING
         #: The reason why the connection ends, or None; known before the peer is DOWN.
@@ -103,10 +106,21 @@ class Session:
 
     async def until(self, marks: Mark, timeout: float | None = None) -> None:
         """Wait until any of `marks` is set, or for `timeout` seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                while not self.has(marks):
-                    await self._waiters.wait(marks)
+        late = False
+
+        def expire() -> None:
+            nonlocal late
+            late = True
+            self._waiters.wake(marks)
+
+        # No asyncio.timeout, which an `EndingTask` must not use.
+        timer = None if timeout is None else self.loop.call_later(timeout, expire)
+        try:
+            while not self.has(marks) and not late:
+                await self._waiters.wait(marks)
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def must_be_up(self) -> None:
         """Return if requests and transfers may be sent.

@@ -100,6 +100,14 @@ class SubscriptionQueue(Sealed, Generic[T], maker="engine.notifications() and en
     def __len__(self) -> int:
         return len(self._queue)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}, {self._describe()}>"
+
+    def _describe(self) -> str:
+        """Return a text for what it holds."""
+        dropped = f", {self.dropped} dropped" if self.dropped else ""
+        return f"{len(self)} waiting{dropped}{', closed' if self._queue.closed else ''}"
+
     @property
     def dropped(self) -> int:
         """The number of items that were dropped because the queue was full."""

@@ -60,6 +60,10 @@ def send_forever(connection: Connection, body: dict[str, Any], *fds: int) -> Non
         assert connection._queued_descriptors <= 64
 
 
+class Base(BaseException):
+    """No Exception."""
+
+
 class Counter:
     """A counter of messages that works on each for some seconds; ``await reached(n)`` waits for the n-th."""
 
@@ -435,12 +439,15 @@ class TestIsLost:
         mine.send("x", {})
         assert await lost is error
 
-    async def test_when_the_callback_fails(self, pair: Pair, loop_errors: list[dict[str, Any]]) -> None:
+    @pytest.mark.parametrize("mistake", [ValueError, asyncio.CancelledError, GeneratorExit, Base])
+    async def test_when_the_callback_fails(
+        self, pair: Pair, loop_errors: list[dict[str, Any]], mistake: type[BaseException]
+    ) -> None:
         mine, theirs = pair
         lost = asyncio.get_running_loop().create_future()
 
         def fails(kind: str, body: dict[str, Any], fds: list[int]) -> None:
-            raise RuntimeError("our own mistake")
+            raise mistake("our own mistake")
 
         theirs.start(fails, lost.set_result)
         mine.send("x", {})

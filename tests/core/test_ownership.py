@@ -131,7 +131,7 @@ async def test_c2_refusal_leaves_nothing(world: World) -> None:
         lambda: world.left.submit(world.batch([(0, 0, 8)])),
         lambda: world.left.notify(world.peer, "topic"),
     ):
-        with pytest.raises(BusyError) as caught:
+        with pytest.raises(BusyError, match="was refused: the fault plan refused it") as caught:
             call()
         assert caught.value.retryable
     assert world.left.stats() == before

@@ -49,9 +49,9 @@ PUBLIC = {
     hixl_async.Transfer: {*FUTURE, "at_least", "drained", "nbytes", "progress", "state"},
     hixl_async.Batch: {"count", "nbytes", "shifted", "strided"},
     hixl_async.Peer: {
-        "aclose", "add_lost_callback", "add_signal_callback", "address", "confirmed_dead", "drivers", "error", "fenced",
-        "identity", "limit_bandwidth", "name", "post", "region", "regions", "remove_lost_callback", "remove_signal_callback",
-        "request", "route", "same_host", "state",
+        "aclose", "add_lost_callback", "add_signal_callback", "address", "begin_heartbeats", "confirmed_dead", "drivers",
+        "end_heartbeats", "error", "fenced", "heard_at", "identity", "limit_bandwidth", "name", "post", "region", "regions",
+        "remove_lost_callback", "remove_signal_callback", "request", "route", "same_host", "state",
     },
     hixl_async.Group: {"read", "submit", "write"},
     hixl_async.Coalescer: {"flush", "read", "write"},
@@ -181,7 +181,7 @@ faulthandler.enable()
 warnings.simplefilter("ignore")
 import hixl_async as hx
 from hixl_async import _core, kv
-from hixl_async.core import batch, device_copies, in_flight, link, memory, transfer
+from hixl_async.core import batch, device_copies, in_flight, link, memory, signal_words, transfer
 from hixl_async.testing import engine_pair, faulty, FaultPlan
 
 NOTHING = [(), (None,), (None, None), (None,) * 3, (None,) * 6, (7, 7), (object(),) * 3, ("x",), (b"", [])]
@@ -227,7 +227,7 @@ def alone(script: str) -> str:
 def test_empty_objects_crash_nothing() -> None:
     """Whatever `__new__` makes can be used, awaited, sliced and dropped."""
     assert "survived" in alone("""
-for module in (_core, batch, device_copies, in_flight, link, memory, transfer):
+for module in (_core, batch, device_copies, in_flight, link, memory, signal_words, transfer):
     for kind in [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]:
         for kind in [kind] + kind.__subclasses__():
             for arguments in NOTHING:
@@ -252,7 +252,7 @@ def empty(kind): return kind.__new__(kind)
 empties = [empty(hx.Engine), empty(memory.LocalMemory), empty(memory.RemoteMemory), empty(_core.Core), hx.Engine()]
 ports = [
     function
-    for module in (_core, batch, device_copies, in_flight, link, memory, transfer)
+    for module in (_core, batch, device_copies, in_flight, link, memory, signal_words, transfer)
     for function in vars(module).values()
     if type(function).__name__ == "cython_function_or_method" and function.__module__ == module.__name__
 ]

@@ -42,7 +42,7 @@ class Event:
     def __init__(self, run: Callable[[], object]) -> None:
         self.run = run
         self.done = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def finish(self) -> None:
         self.run()
@@ -58,7 +58,7 @@ class Device:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.pinned: list[tuple[int, int]] = []
-        self.refusal: Exception | None = None
+        self.refusal: BaseException | None = None
 
     def pin(self, tensor: Tensor, address: int, nbytes: int) -> Callable[[], object]:
         self.pinned.append((address, nbytes))
@@ -244,6 +244,53 @@ async def test_the_device_fails(scene: Scene) -> None:
         await transfer
     assert caught.value.peer == "right"
     await transfer.drained()
+
+
+class Base(BaseException):
+    """No Exception."""
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, GeneratorExit, Base])
+async def test_the_device_fails_in_an_unusual_way(
+    scene: Scene, loop_errors: list[dict[str, Any]], error: type[BaseException]
+) -> None:
+    """Other copies go on, and the memory of this one is free."""
+    transfers = [scene.engine.write(Tensor(b"hello"), scene.remote[0:5]) for _ in range(2)]
+    scene.device.events[0].error = error()
+    with pytest.raises(TransferError, match="failed on the device, and the contents of its target are undefined"):
+        await transfers[0]
+    scene.device.events[1].finish()
+    assert await transfers[1] == 5
+    assert scene.engine.stats().pinned == 0
+    assert [type(context["exception"]) for context in loop_errors] == [error]
+    loop_errors.clear()
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, Base])
+async def test_the_device_refuses_in_an_unusual_way(scene: Scene, error: type[BaseException]) -> None:
+    scene.device.refusal = error()
+    with pytest.raises(error):
+        scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
+    assert scene.engine.stats().pinned == 0
+    await scene.region.aclose()  # which waits for what the driver has lent
+
+
+async def test_a_device_that_does_not_let_go(scene: Scene, loop_errors: list[dict[str, Any]]) -> None:
+    def pin(tensor: Tensor, address: int, nbytes: int) -> Callable[[], object]:
+        def undo() -> None:
+            raise Base
+
+        return undo
+
+    scene.device.pin = pin  # type: ignore[method-assign,assignment]
+    scene.device.serve(scene.engine)
+    transfer = scene.engine.write(Tensor(b"hello"), scene.remote[0:5])
+    scene.device.events[0].finish()
+    await transfer
+    await scene.region.aclose()
+    await until(lambda: scene.engine.stats().remote_regions == 0)
+    assert [type(context["exception"]) for context in loop_errors] == [Base]
+    loop_errors.clear()
 
 
 async def test_the_device_refuses(scene: Scene) -> None:

@@ -38,6 +38,12 @@ def test_a_site_without_faults(tmp_path: Path) -> None:
         ("<a href='other.html#there'></a>", "index.html: dead anchor other.html#there"),
         ("<img src='missing.png'>", "index.html: missing.png does not exist"),
         ("<script src='https://cdn.example.org/a.js'></script>", "index.html: loads https://cdn.example.org/a.js"),
+        ("<pre>Transfer(<i>_</i>: <b>Never</b>)</pre>", "index.html: says '_: Never'"),
+        ("<p>Initialize self.  See help</p>", "index.html: says 'Initialize self.'"),
+        (
+            f'<div class="doc doc-signature x"><pre>Engine(<b>{"a" * 100}</b>)</pre></div>',
+            "index.html: a signature's line has 108 characters: Engine(aaaaaaaaaaaaaaaaaaaaaaa",
+        ),
         ("<link rel='stylesheet' href='//fonts.example.org/a.css'>", "index.html: loads //fonts.example.org/a.css"),
     ],
 )

@@ -43,7 +43,7 @@ def test_any_bytes_survive_in_order(opened: Maker, sim: Sim, via: str) -> None:
         op.ok(world.left)
     assert LOST not in said, "some came a second time, by the control connection"
     assert (sim.count("notifies") > before) == (via == "hixl")
-    assert len(logs(world, "go by the control connection")) == (via == "hixl"), "said once"
+    assert len(logs(world, "go over the control connection")) == (via == "hixl"), "said once"
 
 
 def test_notifications_are_packed(world: World, sim: Sim) -> None:
@@ -126,7 +126,7 @@ def test_a_broken_notification_connection(opened: Maker, sim: Sim, fault: str) -
         world.left.note(*sent[-1]).ok(world.left, world.right)
     wait(lambda: len(world.right.notes()) >= 200, world)
     assert world.right.notes() == sent
-    assert len(logs(world, "notifications go by the control connection from here on")) == 1
+    assert len(logs(world, "notifications go over the control connection from here on")) == 1
     sim.set(FAULTS="")
     world.write(0, 0, world.size).ok(world.left)
 

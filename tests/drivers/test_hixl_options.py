@@ -27,6 +27,7 @@ from hixl_rig import (
         ("hixl_ip", "ff02::1"), ("hixl_ip", "::ffff:0.0.0.0"), ("hixl_ip", "255.255.255.255"),
         ("device", "x"), ("backend", "udp"), ("host_memory", "huge"), ("notify_via", "mail"),
         ("in_flight", "0"), ("library", ""), ("connect_timeout_ms", "0"), ("spin_us", "1e3"),
+        ("in_flight", "true"),
         ("AutoConnect", ""), ("AutoConnect", "2"), ("EnableUseFabricMem", "yes"), ("LocalCommRes", "1.3"),
         ("LocalCommRes", '{"version":1.3}'), ("LocalCommRes", "[]"),
         ("GlobalResourceConfig", "[]"), ("GlobalResourceConfig", "{"),
@@ -45,7 +46,8 @@ def test_options_that_the_driver_uses_are_checked_before_anything_is_loaded(key:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("hixl_ip", "::1"), ("AutoConnect", "1"), ("EnableUseFabricMem", ""), ("RdmaTrafficClass", "132"),
+        ("hixl_ip", "::1"), ("AutoConnect", "1"), ("AutoConnect", "true"),
+        ("adxl.AutoConnect", "false"), ("EnableUseFabricMem", ""), ("RdmaTrafficClass", "132"),
         ("BufferPool", "4:8"), ("adxl.RdmaServiceLevel", "7"),
         ("LocalCommRes", '{"version":"1.3","endpoint_list":[{"protocol":"roce"}]}'),
         ("GlobalResourceConfig", '{"comm_resource_config.protocol_desc":["roce:host","hccs:device"]}'),
@@ -65,7 +67,8 @@ def test_options_that_are_accepted(sim: Sim, key: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("RdmaTrafficClass", "130"), ("adxl.RdmaServiceLevel", "-1"), ("BufferPool", "4"), ("adxl.BufferPool", ":"),
+        ("RdmaTrafficClass", "130"), ("RdmaTrafficClass", "true"),
+        ("adxl.RdmaServiceLevel", "-1"), ("BufferPool", "4"), ("adxl.BufferPool", ":"),
         ("GlobalResourceConfig", '{"connect_pool.thread_num":65}'),
         ("GlobalResourceConfig", '{"fabric_memory.task_stream_num":2}'),
     ],

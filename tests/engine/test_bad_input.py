@@ -42,6 +42,7 @@ from hixl_async import (
     UsageError,
     kv,
 )
+from hixl_async.engine.arguments import number_of
 from hixl_async.testing import EnginePair, engine_pair, until
 
 HUGE = (1 << 64) - 1
@@ -431,6 +432,8 @@ async def test_region_names(world: World, name: Any) -> None:
         world.left.allocate(name, 10)
     with pytest.raises(InvalidArgumentError, match="name must be"):
         world.left.register(name, bytearray(10))
+    with pytest.raises(InvalidArgumentError, match="name must be"):
+        await world.peer.region(name, timeout=5)  # no peer can have one of that name
 
 
 @pytest.mark.parametrize("size", [*NO_NUMBERS, None, 1 << 62])
@@ -452,14 +455,94 @@ async def test_limits_of_subscriptions(world: World, limit: Any) -> None:
 
 
 async def test_numbers_that_python_refuses_to_print(world: World) -> None:
+    huge: Any = 1 << 20000
+    left, local, remote, peer = world.left, world.local, world.remote, world.peer
+    batch = Batch("write", local, remote)
     for call in (
-        lambda: world.left.allocate("new", 1 << 20000),
-        lambda: world.left.notifications(limit=-1 << 20000),
-        lambda: world.left.room(1 << 20000).send(None),
-        lambda: Engine(max_bytes_in_flight=1 << 20000),
+        lambda: left.allocate("new", huge),
+        lambda: left.notifications(limit=-huge),
+        lambda: left.room(huge).send(None),
+        lambda: Engine(max_bytes_in_flight=huge),
+        lambda: Engine(huge),
+        lambda: Engine(Address("127.0.0.1", huge)),
+        lambda: Engine(name=huge),
+        lambda: Engine(stall=huge),
+        lambda: Engine(unix_dir=huge),
+        lambda: Engine(secret=huge),
+        lambda: Engine(drivers={huge: {}}),
+        lambda: Engine(drivers={"shm": huge}),
+        lambda: Engine(drivers=huge),
+        lambda: left.serve(huge, print),
+        lambda: left.serve("x", huge),
+        lambda: left.unserve(huge),
+        lambda: left.allocate(huge, 1),
+        lambda: left.allocate("new", 1, access=huge),
+        lambda: left.allocate("new", 1, grant=huge),
+        lambda: left.register("new", huge),
+        lambda: left.connect(huge).send(None),
+        lambda: left.connect("127.0.0.1:1", timeout=huge).send(None),
+        lambda: left.add_close_callback(huge),
+        lambda: left.notify(huge, "x"),
+        lambda: left.notify(peer, huge),
+        lambda: left.notify(peer, "x", huge),
+        lambda: left.notifications(huge),
+        lambda: left.drained(huge),
+        lambda: left.submit(huge),
+        lambda: left.write(huge, remote),
+        lambda: left.write(local, huge),
+        lambda: left.write(local, remote, priority=huge),
+        lambda: left.write(local, remote, timeout=huge),
+        lambda: left.write(local, remote, timeout=[huge]),
+        lambda: left.write(local, remote, signal=huge),
+        lambda: left.write(local, remote, signal=(remote[0:8], huge)),
+        lambda: left.write(local, remote, signal=(huge, 1)),
+        lambda: left.write(local, remote, notify=huge),
+        lambda: left.write(local, remote, notify=("x", huge)),
+        lambda: local[huge],
+        lambda: local[0:huge],
+        lambda: local[-huge:],
+        lambda: remote[0:8:huge],
+        lambda: local.numpy(huge),
+        lambda: local.numpy("uint8", (huge,)),
+        lambda: Batch(huge, local, remote),
+        lambda: Batch("write", huge),
+        lambda: Batch("write", [huge]),
+        lambda: Batch("write", local, remote, huge),
+        lambda: Batch("write", local, remote, [huge]),
+        lambda: Batch("write", local, remote, [(0, 0, huge)]),
+        lambda: Batch.strided("write", local, remote, [(0, 0, 0, 0, 1, huge)]),
+        lambda: Batch.strided("write", [(local, remote)]),
+        lambda: batch.shifted(huge),
+        lambda: batch.shifted([huge]),
+        lambda: peer.limit_bandwidth(huge),
+        lambda: peer.route(huge),
+        lambda: peer.region(huge).send(None),
+        lambda: peer.region("x", timeout=huge).send(None),
+        lambda: peer.request(huge, {}).send(None),
+        lambda: peer.request("x", huge).send(None),
+        lambda: peer.request("x", {}, timeout=huge).send(None),
+        lambda: peer.post("x", {"n": huge}),
+        lambda: peer.post("x", {huge: 1}),
+        lambda: peer.begin_heartbeats(huge),
+        lambda: peer.end_heartbeats(huge),
+        lambda: peer.add_lost_callback(huge),
+        lambda: peer.add_signal_callback(huge),
     ):
-        with pytest.raises(InvalidArgumentError, match="must be a number of .*, not one of many more digits"):
+        with pytest.raises(InvalidArgumentError):
             call()
+
+
+def test_values_that_cannot_be_printed() -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            raise ZeroDivisionError
+
+    with pytest.raises(InvalidArgumentError, match="stall must be a positive number of seconds, not a Odd that cannot"):
+        Engine(stall=Odd())  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidArgumentError, match="size must be a number of bytes in .*, not an integer of 20001 bits"
+    ):
+        number_of("bytes", "size", 1 << 20000, 1, 62)
 
 
 async def test_flags_are_no_numbers(world: World) -> None:
@@ -472,6 +555,13 @@ async def test_flags_are_no_numbers(world: World) -> None:
         lambda: batch.shifted(remote=False),
         lambda: transfer.at_least(True).send(None),
         lambda: world.peer.limit_bandwidth(True),
+        lambda: Batch("write", world.local, world.remote, [(0, 0, 1), (0, 0, True)]),
+        lambda: Batch("write", [(world.local, world.remote, [(False, 0, 1)])]),
+        lambda: Batch.strided("write", world.local, world.remote, [(0, True, 0, 1, 1, 1)]),
+        lambda: world.local[False:8],
+        lambda: world.remote[0:True],
+        lambda: world.remote[0:8:True],
+        lambda: world.local[0:8][True:],
     ):
         with pytest.raises(InvalidArgumentError, match="(True|False)"):
             call()
@@ -527,6 +617,14 @@ async def test_what_messages_say(world: World) -> None:
         ),
         (lambda: Batch("write", local, remote, [(0, 0, 1), (0, 0, -1)]), r"rows must be .*, not \(0, 0, -1\)$"),
         (lambda: Batch("write", local, remote, 7), "rows must be .*, not 7$"),
+        (lambda: Batch("write", local), "^remote is missing: a batch has two sides"),
+        (lambda: Batch.strided("write", local[0:8]), "^remote is missing"),
+        (lambda: local[5:2], r"^range \[5:2\] ends before it begins$"),
+        (lambda: remote[5:2], r"^range \[5:2\] ends before it begins$"),
+        (lambda: left.notify(world.peer, "\udc80"), r"^the topic '\\udc80' holds half a surrogate pair"),
+        (lambda: left.notifications("\udc80"), r"^the topic '\\udc80' holds half a surrogate pair"),
+        (lambda: Engine(secret=bytearray(32)), "^secret must be bytes or a string, not bytearray$"),  # type: ignore[arg-type]
+        (lambda: Engine(secret=True), "^secret must be bytes or a string, not bool$"),  # type: ignore[arg-type]
         (lambda: Batch("write", [(1, 2, 3, 4)]), r"parts must be .*, not \(1, 2, 3, 4\)$"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
@@ -547,7 +645,16 @@ async def test_what_messages_say(world: World) -> None:
 )  # fmt: skip
 def test_objects_without_their_parts(kind: Any, maker: str) -> None:
     """Nor is there a half-made one, whose finalizer would fail."""
-    for make in (kind, lambda: kind.__new__(kind)):
+    for make in (
+        kind,
+        lambda: kind(1),
+        lambda: kind(None, None, None),
+        lambda: kind(core=1),
+        lambda: kind.__new__(kind),
+        lambda: kind.__new__(kind, 1),
+        lambda: kind.__new__(kind, *[None] * 20),
+        lambda: type("Sub", (kind,), {}).__new__(kind, 1),
+    ):
         with pytest.raises(TypeError, match=f"^{kind.__name__} objects are made by .*{maker}"):
             make()
 
@@ -599,6 +706,35 @@ def test_settings_that_are_shown_to_people_hide_the_secret() -> None:
     assert config.address == Address("127.0.0.1", 0)
 
 
+def test_drivers_cannot_be_changed_afterwards() -> None:
+    inner: dict[str, Any] = {"threads": 2, "deep": {"list": [1, {"x": 2}]}}
+    given = {"shm": inner}
+    engine = Engine(drivers=given)
+    config = engine.config
+    assert config.drivers == {"shm": {"threads": 2, "deep": {"list": (1, {"x": 2})}}}
+    inner["threads"] = 3
+    inner["deep"]["list"][1]["x"] = 3
+    given["faulty"] = {}
+    drivers: Any = config.drivers
+    for frozen, key in ((drivers, "shm"), (drivers["shm"], "threads"), (drivers["shm"]["deep"]["list"][1], "x")):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            frozen[key] = 1
+        with pytest.raises(TypeError, match="does not support item deletion"):
+            del frozen[key]
+    assert config.drivers == {"shm": {"threads": 2, "deep": {"list": (1, {"x": 2})}}}
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert repr(config.drivers) == "{'shm': {'threads': 2, 'deep': {'list': (1, {'x': 2})}}}"
+    inner["deep"]["list"].append(inner)
+    with pytest.raises(InvalidArgumentError, match="drivers holds a mapping or list that contains itself"):
+        Engine(drivers=given)
+
+
+def test_the_default_drivers_cannot_be_changed() -> None:
+    config: Any = EngineConfig(address=None, name="x")
+    with pytest.raises(TypeError):
+        config.drivers["shm"]["threads"] = 1
+
+
 def test_drivers_in_any_iterable() -> None:
     for names in (("shm",), {"shm"}, iter(["shm"]), {"shm": 1}.keys()):
         assert EngineConfig.build(None, drivers=names).drivers == {"shm": {}}  # type: ignore[arg-type]
@@ -614,7 +750,11 @@ def test_drivers_of_a_config_that_are_not_a_mapping(drivers: Any) -> None:
     ("options", "text"),
     [
         ({"threads": "many"}, "threads"), ({"colour": "red"}, "no option colour; there are threads, inline_bytes, .*, nowait$"),
-         ({"ring_bytes": 5000}, "ring_bytes"),
+         ({"ring_bytes": 5000}, "ring_bytes"), ({"threads": True}, "threads=true is not a whole number"),
+        ({"inline_bytes": False}, "inline_bytes=false is not a whole number"), ({"nowait": "yes"}, "nowait=yes is not"),
+        ({"threads": 1 << 20000}, "'threads' must be text, .*, not an integer of 20001 bits"),
+        ({"threads": [1 << 20000]}, "'threads' must be text, .*, not a tuple that cannot be printed"),
+        ({"wrapper": 1 << 20000}, "option 'wrapper' must be the name of a driver, not an integer of 20001 bits"),
         ({str(i): 1 for i in range(65)}, "64 options"),
         ({"threads": None}, "'threads' must be text, a number, a path, or a mapping or list of these, not None"),
         ({"threads": b"2"}, "'threads'"), ({"threads": 2j}, "'threads'"), ({"threads": "2\0"}, "'threads'"),
@@ -625,6 +765,12 @@ def test_drivers_of_a_config_that_are_not_a_mapping(drivers: Any) -> None:
 async def test_driver_options(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"'shm'.*{text}"):
         await Engine(drivers={"shm": options}).open()
+
+
+@pytest.mark.parametrize("flag", [True, False, 1, 0, "1", "0", "true", "false"])
+async def test_flags_of_drivers(flag: Any) -> None:
+    async with Engine(drivers={"shm": {"nowait": flag}}):
+        pass
 
 
 async def test_messages_stay_readable_whatever_is_passed(world: World) -> None:

@@ -52,7 +52,7 @@ async def lost(transfer: Transfer, *causes: str) -> PeerLostError:
     with pytest.raises(PeerLostError) as caught:
         await transfer
     await transfer.drained()
-    failed = f"write to {caught.value.peer!r} of {SIZE} bytes failed, the contents of its target are undefined: "
+    failed = f"write to {caught.value.peer!r} of {SIZE} bytes failed, and the contents of its target are undefined: "
     assert str(caught.value) in [failed + cause for cause in causes]
     return caught.value
 

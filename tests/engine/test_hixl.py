@@ -35,7 +35,7 @@ from hixl_async.testing import EnginePair, engine_pair, peer_process, until
 from tests.hixlsim.build import build
 from tests.signals import interrupted
 
-LAYOUT = kv.Layout(layers=4, kv_heads=2, head_dim=16, dtype="bfloat16", block_tokens=4)
+VIEW = kv.View.ordered(kv.Group.attention(4, kv_heads=2, head_dim=16, dtype="bfloat16"), blocks=32, block_tokens=4)
 
 
 @pytest.fixture(scope="session")
@@ -133,19 +133,19 @@ async def test_notifications_come_after_their_data_and_in_order(pair: EnginePair
 
 async def test_a_stream_of_layers(pair: EnginePair) -> None:
     async with (
-        kv.Pool(pair.right, LAYOUT, blocks=32, shuffle=1) as target,
-        kv.Pool(pair.left, LAYOUT, blocks=32, access="none", shuffle=2) as source,
+        kv.Pool(pair.right, VIEW, shuffle=1) as target,
+        kv.Pool(pair.left, VIEW, access="none", shuffle=2) as source,
         target.reserve(tokens=60) as blocks,
         source.reserve(tokens=60) as mine,
     ):
-        values = numpy.random.default_rng(7).integers(0, 1 << 16, LAYOUT.shape(15), dtype=numpy.uint16)
-        ours = source.region.numpy("uint16", LAYOUT.shape(32))
-        theirs = target.region.numpy("uint16", LAYOUT.shape(32))
+        values = numpy.random.default_rng(7).integers(0, 1 << 16, (4, 2, 15, 4, 2, 16), dtype=numpy.uint16)
+        ours, theirs = (pool.regions[0].numpy("uint16", (4, 2, 32, 4, 2, 16)) for pool in (source, target))
         ours[:, :, mine.ids] = values
-        async with source.open_stream(pair.peer, blocks.ticket()) as out:
+        stream = blocks.stream()
+        async with source.open_stream(pair.peer, stream.ticket()) as out:
             for layer in (2, 0, 3, 1):
-                out.push(layer, mine[layer])
-            landed = [layer async for layer in blocks.stream()]
+                out.push(layer, mine)
+            landed = [layer async for layer in stream]
         assert sorted(landed) == [0, 1, 2, 3]
         assert (theirs[:, :, blocks.ids] == values).all()
         del ours, theirs

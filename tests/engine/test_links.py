@@ -212,21 +212,21 @@ async def test_a_limit_holds_for_all_drivers_or_for_none() -> None:
 async def test_a_stream_over_the_second_driver() -> None:
     """The second driver did not allocate the memory, but the first one did; layers arrive and are seen all the same."""
     options = {"library": str(build()), "backend": "cs"}
-    layout = kv.Layout(layers=3, kv_heads=1, head_dim=16, dtype="bfloat16", block_tokens=4)
+    group = kv.Group.attention(3, kv_heads=1, head_dim=16, dtype="bfloat16")
+    view = kv.View.ordered(group, blocks=4, block_tokens=4)
     async with (
         engine_pair(["shm"], other={"hixl": options, "shm": {}}) as pair,
-        kv.Pool(pair.right, layout, blocks=4) as target,
-        kv.Pool(pair.left, layout, blocks=4, access="none") as source,
+        kv.Pool(pair.right, view) as target,
+        kv.Pool(pair.left, view, access="none") as source,
         target.reserve(blocks=2) as blocks,
         source.reserve(blocks=2) as mine,
     ):
         assert pair.peer.drivers == ("shm",)
-        source.memory[:] = bytes(range(256)) * (len(source.memory) // 256)
-        async with source.open_stream(pair.peer, blocks.ticket()) as out:
+        ours, theirs = (numpy.frombuffer(pool.regions[0], "uint16").reshape(3, 2, 4, -1) for pool in (source, target))
+        ours[:] = numpy.arange(ours.size).reshape(ours.shape)
+        stream = blocks.stream()
+        async with source.open_stream(pair.peer, stream.ticket()) as out:
             for layer in range(3):
-                out.push(layer, mine[layer])
-        assert [layer async for layer in blocks.stream()] == [0, 1, 2]
-        shape = layout.shape(4)
-        ours = numpy.frombuffer(source.memory, "uint16").reshape(shape)
-        theirs = numpy.frombuffer(target.memory, "uint16").reshape(shape)
+                out.push(layer, mine)
+        assert [layer async for layer in stream] == [0, 1, 2]
         assert (ours[:, :, mine.ids] == theirs[:, :, blocks.ids]).all()

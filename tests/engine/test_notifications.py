@@ -26,6 +26,19 @@ from hixl_async.engine.notifications import Subscriptions
 from hixl_async.testing import EnginePair, FaultPlan, engine_pair, faulty, peer_process, until
 
 
+async def test_what_a_subscription_shows(pair: EnginePair) -> None:
+    red, everything = pair.right.notifications("red", limit=1), pair.right.notifications()
+    accepted = pair.right.accepted()
+    for _ in range(3):
+        await pair.left.notify(pair.peer, "red", b"1")
+    await until(lambda: len(everything) == 3)
+    assert repr(red) == "<Subscription to 'red', 1 waiting, 2 dropped>"
+    assert repr(everything) == "<Subscription to all topics, 3 waiting>"
+    assert repr(accepted) == "<SubscriptionQueue, 0 waiting>"
+    red.close()
+    assert repr(red) == "<Subscription to 'red', 1 waiting, 2 dropped, closed>"
+
+
 async def test_topics_are_separate(pair: EnginePair) -> None:
     red, blue, everything = (pair.right.notifications(topic) for topic in ("red", "blue", None))
     for topic, payload in [("red", b"1"), ("blue", b"2"), ("green", b"3"), ("red", b"")]:

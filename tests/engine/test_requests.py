@@ -30,6 +30,7 @@ from hixl_async import (
     errors,
 )
 from hixl_async.control import Incoming
+from hixl_async.engine import rpc
 from hixl_async.engine.rpc import ANSWER, CROSSING, MAX_HANDLERS
 from hixl_async.testing import EnginePair, engine_pair, until
 
@@ -103,15 +104,27 @@ class NoText(BusyError):
         return 7  # type: ignore[return-value]
 
 
+class Base(BaseException):
+    """No Exception."""
+
+
+class BaseText(BusyError):
+    def __str__(self) -> str:
+        raise Base
+
+
 Impostor = type("BusyError", (TransferError,), {})
 
 #: What a handler raises, and what its caller gets.
 UNUSUAL_ERRORS = [
     (Quota("too many tokens"), BusyError, "^too many tokens$"),
-    (Unprintable("x"), BusyError, "its text cannot be had, because ZeroDivisionError was raised"),
-    (NoText("x"), BusyError, "its text cannot be had, because TypeError was raised"),
+    (Unprintable("x"), BusyError, "its text is unknown, because ZeroDivisionError was raised"),
+    (NoText("x"), BusyError, "its text is unknown, because TypeError was raised"),
     (Impostor("x"), RemoteError, "^TransferError: x$"),
-    (BufferTypeError("no bytes"), BufferTypeError, "^no bytes$"),
+    (BufferTypeError("no bytes"), RemoteError, "^BufferTypeError: no bytes$"),
+    (Base("x"), RemoteError, "the handler of 'fail(-later)?' failed at the peer$"),
+    (BaseExceptionGroup("x", [KeyboardInterrupt()]), RemoteError, "the handler of 'fail(-later)?' failed at the peer$"),
+    (BaseText("x"), BusyError, "its text is unknown, because Base was raised"),
     (GeneratorExit(), RemoteError, "the handler of 'fail(-later)?' failed at the peer"),
     (asyncio.CancelledError(), RemoteError, "the handler of 'fail(-later)?' (failed|was cancelled) at the peer"),
 ]
@@ -140,11 +153,89 @@ async def test_unusual_errors(
     loop_errors.clear()
 
 
+class Odd(dict[str, Any]):
+    def items(self) -> Any:
+        raise Base
+
+
+@pytest.mark.parametrize("later", [False, True])
+async def test_an_answer_that_cannot_be_read(pair: EnginePair, loop_errors: list[dict[str, Any]], later: bool) -> None:
+    async def answer(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+        return Odd(n=1)
+
+    pair.right.serve("odd", answer if later else lambda peer, body: Odd(n=1))
+    with pytest.raises(RemoteError, match="the handler of 'odd' failed at the peer$"):
+        await pair.peer.request("odd", {}, timeout=5)
+    assert isinstance(loop_errors.pop()["exception"], Base)
+
+
+async def test_work_of_a_handler_that_does_not_let_itself_be_ended(
+    pair: EnginePair, loop_errors: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stubborn(asyncio.Future[dict[str, Any]]):
+        def cancel(self, msg: Any | None = None) -> bool:
+            raise Base
+
+    monkeypatch.setattr(rpc, "MAX_HANDLERS", 0)
+    pair.right.serve("stubborn", lambda peer, body: Stubborn())
+    with pytest.raises(BusyError):
+        await pair.peer.request("stubborn", {}, timeout=5)
+    assert [context["message"] for context in loop_errors] == ["the handler of 'stubborn' could not be ended"]
+    loop_errors.clear()
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_handler_that_ends_the_program(
+    runner: asyncio.Runner, loop_errors: list[dict[str, Any]], error: type[BaseException], later: bool
+) -> None:
+    """The caller is answered first, and the log says which handler it was."""
+    told: list[str] = []
+
+    async def end(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+        raise error
+
+    def end_now(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+        raise error
+
+    async def main() -> None:
+        async with engine_pair() as pair:
+            pair.right.serve("end", end if later else end_now)
+            session = pair.back._session
+            tell = session.tell
+            session.tell = lambda kind, body: (told.append(kind), tell(kind, body))  # type: ignore[method-assign,assignment,misc]
+            await pair.peer.request("end", {})
+
+    with pytest.raises(error):
+        runner.run(main())
+    runner.close()
+    assert [context["message"] for context in loop_errors] == ["the handler of 'end' failed"]
+    loop_errors.clear()
+    assert told == ["failure"]
+
+
+async def test_a_request_whose_handler_never_began_is_answered(
+    pair: EnginePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def handler(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError("it was cancelled before it began")
+
+    def spawn(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = pair.right.loop.create_task(work)
+        task.cancel()
+        return task
+
+    monkeypatch.setattr(pair.back._session, "spawn", spawn)
+    pair.right.serve("late", handler)
+    with pytest.raises(RemoteError, match="the handler of 'late' was cancelled at the peer"):
+        await pair.peer.request("late", {}, timeout=5)
+
+
 async def test_errors_of_the_handlers_own_work_are_remote_errors(pair: EnginePair) -> None:
     """Under their own class they would say of this request what is only true at the peer: say, that this peer is down."""
     _serve_failures(pair.right)
     for name in errors.__all__:
-        if issubclass(getattr(errors, name), CROSSING[ANSWER]):
+        if getattr(errors, name) in CROSSING[ANSWER]:
             continue
         for service in ("fail", "fail-later"):
             with pytest.raises(RefusedError, match="layer 7") as caught:

@@ -78,14 +78,18 @@ static int begin(faulty_operation *operation) {
 
 static const faulty_kind kind;
 
+_Thread_local const char *faulty_refusal;
+
 int faulty_submit(hxa_link *link, const hxa_batch *batch, hxa_op *op) {
     hxa_instance *self = link->self;
+    faulty_refusal = NULL;
     if (faulty_load(&link->down) || link->stopping) return -HXA_E_LINK;
     faulty_effects effects;
     uint64_t number;
     faulty_plan_batch(self->block, self->seed, batch, &effects, &number);
     if (effects.busy) {
         faulty_count(&self->block->busy);
+        faulty_refusal = "the fault plan refused it";
         return -HXA_E_BUSY;
     }
     if (effects.any && faulty_timer_start(&self->timer) != 0) return -HXA_E_NOMEM;

@@ -4,6 +4,9 @@
 
 #include "operation.h"
 
+/* Why the last submit of this thread was refused, if the plan refused it; NULL otherwise. */
+FAULTY_INTERNAL extern _Thread_local const char *faulty_refusal;
+
 FAULTY_INTERNAL int faulty_submit(hxa_link *link, const hxa_batch *batch, hxa_op *op);
 FAULTY_INTERNAL int faulty_cancel(hxa_link *link, hxa_op *op);
 FAULTY_INTERNAL int faulty_abandon(hxa_link *link, hxa_op *op);

@@ -28,7 +28,7 @@ constexpr uint32_t FRAMES_MOST = 4;         // a record that needs more goes by 
 // peer that lets more than 512 KiB wait.
 constexpr size_t KEPT_BYTES = 192 << 10;
 constexpr uint32_t WINDOW = 256;            // frames that a peer may have under way to us
-constexpr uint32_t WINDOW_LEAST = 16;       // with less all notifications go by the control connection
+constexpr uint32_t WINDOW_LEAST = 16;       // with less all notifications go over the control connection
 constexpr uint32_t QUEUE = 3584;            // all windows together: HIXL's queue of 4096, and some reserve
 constexpr uint64_t LOST_AFTER = SECOND;  // a record that is missing this long is asked for again
 

@@ -64,7 +64,7 @@ void NotificationSender::deliver(hxa_link *link, uint64_t now, uint64_t &next) {
         const bool large = (entries[0].body.size() + PIECE_BODY - 1) / PIECE_BODY > FRAMES_MOST;
         if (large && !link->by_control && !link->logged_long) {
             link->logged_long = true;
-            self_.log(link, text("hixl: notifications of more than %zu bytes go by the control connection",
+            self_.log(link, text("hixl: notifications of more than %zu bytes go over the control connection",
                                  FRAMES_MOST * PIECE_BODY));
         }
         if (large || link->by_control) {
@@ -96,7 +96,7 @@ void NotificationSender::by_control(hxa_link *link, const std::vector<Entry> &en
     if (!pieces.empty()) self_.send(link, Message::PIECES, pieces);
 }
 
-// Return false if HIXL has no room now.  Entries that it refuses for another reason go by the control connection.
+// Return false if HIXL has no room now.  Entries that it refuses for another reason go over the control connection.
 bool NotificationSender::by_hixl(hxa_link *link, std::vector<Entry> &entries, uint64_t now) {
     abi::NotifyDesc frame;
     frame.name = self_.library.text(frame_name(link->peer_tag));
@@ -133,7 +133,7 @@ bool NotificationSender::by_hixl(hxa_link *link, std::vector<Entry> &entries, ui
 void NotificationSender::use_control(hxa_link *link, const std::string &why) {
     if (link->by_control) return;
     link->by_control = true;
-    self_.warn(link, "hixl: " + id_ + ": notifications go by the control connection from here on: " + why);
+    self_.warn(link, "hixl: " + id_ + ": notifications go over the control connection from here on: " + why);
 }
 
 void NotificationSender::resend(hxa_link *link, uint64_t seq) {
@@ -216,7 +216,7 @@ std::vector<std::pair<uint64_t, uint64_t>> take_frames(hxa_instance &self, uint6
 
 }  // namespace
 
-// HIXL does not wake a receiver: it is asked often while notifications come, and ever more rarely while none do.
+// HIXL does not wake a receiver, so the driver asks HIXL: often while notifications come, and ever more rarely while none do.
 uint64_t fetch_notifications(hxa_instance &self, uint64_t now) {
     if (self.started == 0 || self.finalizing != 0 || self.listeners == 0) return NEVER;
     std::vector<abi::NotifyDesc> frames;  // empty: the back-ends replace, append to, or swap it

@@ -97,8 +97,16 @@ std::string resources_problem(const std::string &text) {
                : "it must be a JSON object with a version, such as {\"version\":\"1.3\"}";
 }
 
+std::string plain_name(const std::string &key) { return key.rfind("adxl.", 0) == 0 ? key.substr(5) : key; }
+
+// Return false for an option that is known to be none.  A truth value of the program comes as "true" or "false".
+bool may_be_flag(const std::string &key) {
+    const std::string name = plain_name(key);
+    return name == "AutoConnect" || name == "EnableUseFabricMem" || !is_documented(key);
+}
+
 std::string hixl_problem(const std::string &key, const std::string &value) {
-    const std::string name = key.rfind("adxl.", 0) == 0 ? key.substr(5) : key;
+    const std::string name = plain_name(key);
     if (name == "AutoConnect") return value == "0" || value == "1" ? "" : "it must be 0 or 1";
     if (name == "EnableUseFabricMem") return value.empty() || value == "0" || value == "1" ? "" : "it must be 0 or 1";
     if (name == "GlobalResourceConfig") return config_problem(value);
@@ -165,9 +173,10 @@ std::string take(Options &out, const std::string &key, const std::string &value)
         }
         return "it must be one of " + words;
     }
-    out.hixl[key] = value;
+    const bool flag = may_be_flag(key);
+    out.hixl[key] = flag && value == "true" ? "1" : flag && value == "false" ? "0" : value;
     if (!is_documented(key)) out.unknown += (out.unknown.empty() ? "" : ", ") + key;
-    return hixl_problem(key, value);
+    return hixl_problem(key, out.hixl[key]);
 }
 
 }  // namespace
