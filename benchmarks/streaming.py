@@ -40,6 +40,7 @@ from rig.prefill import run_requests
 from rig.shapes import SHAPES, Shape
 
 from hixl_async import Batch
+from hixl_async.kv import BlockTable, Plan
 from hixl_async.testing import FaultPlan, faulty
 
 MODELS = ("Llama-3-70B", "DeepSeek-V3")
@@ -72,8 +73,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 async def measure(shape: Shape, loop: str, options: argparse.Namespace, tokens: int, turns: int) -> list[Figure]:
     """Measure one model's requests, and one layer's transfer between them."""
-    load = Load(shape.layout(RANKS, options.block), tokens, slots=1, loop=loop)
-    layer_bytes = load.layout.layer_bytes(load.blocks)
+    load = Load(shape.group(RANKS), options.block, tokens, slots=1, loop=loop)
     plan = FaultPlan(seed=1).bandwidth(options.rate)
     single, exposed, whole = Series("layer", 1), Series("exposed", 1), Series("whole", 1)
     async with one_sided(load, drivers=faulty("shm", plan)) as carrier:
@@ -87,17 +87,24 @@ async def measure(shape: Shape, loop: str, options: argparse.Namespace, tokens: 
                 whole.nanoseconds.append(alone * shape.layers)
     return list(
         compare(
-            [single, exposed, whole], part="streaming", loop=loop, case=shape.name, verb="write", nbytes=layer_bytes
+            [single, exposed, whole],
+            part="streaming",
+            loop=loop,
+            case=shape.name,
+            verb="write",
+            nbytes=load.layer_bytes,
         )
     )
 
 
 async def _one_layer(carrier: OneSided, load: Load) -> int:
     """Transfer the blocks of one layer in one batch, as a stream posts them; nanoseconds."""
-    layout, blocks = load.layout, load.blocks
-    order = list(range(blocks))
-    rows = layout.rows(0, order[::2] + order[1::2], order, blocks, blocks)
-    batch = Batch("write", carrier.pool.region, await carrier.peer.region("target"), rows)
+    order = list(range(load.blocks))
+    here, there = BlockTable(order[::2] + order[1::2]), BlockTable(order)
+    plan = Plan(load.view, load.view, here, there, (0, load.blocks * load.block_tokens))
+    local, remote = carrier.pool.regions[0], await carrier.peer.region("target")
+    parts = [(local[ours.offset :], remote[theirs.offset :], runs) for ours, theirs, runs in plan.layer(0)]
+    batch = Batch.strided("write", parts)
     start = perf_counter_ns()
     await carrier.pool.engine.submit(batch)
     return perf_counter_ns() - start

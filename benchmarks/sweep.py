@@ -20,7 +20,7 @@ model, ranks, flops, missing ({carrier: how to install it}) and
         layer_bytes     of one request on one rank
         layer_seconds   of the computation
         turns           a list, one per turn, of:
-            opening_ns      until a request had blocks on both sides, before its computation, median over requests
+            opening_ns      until the computation of a request could begin, median over requests
             latency_ns      of a layer's transfer: from computed to landed, median over layers and requests
             exposed_ns      from the end of a request's computation until it is all there, median over requests
             first_token_ns  from the arrival until decoding can begin (TTFT), median over requests
@@ -82,7 +82,7 @@ async def measure(
     shape: Shape, loop: str, tokens: int, counts: Sequence[int], carriers: Sequence[str], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Measure all counts of requests for prompts of one length, with the carriers in turn."""
-    load = Load(shape.layout(options.ranks, options.block), tokens, min(options.slots, max(counts)), loop)
+    load = Load(shape.group(options.ranks), options.block, tokens, min(options.slots, max(counts)), loop)
     pause = shape.layer_seconds(tokens, options.ranks, options.flops)
     cases = []
     async with contextlib.AsyncExitStack() as stack:
@@ -101,7 +101,7 @@ async def measure(
                     "carrier": carrier.name,
                     "tokens": tokens,
                     "requests": count,
-                    "layer_bytes": load.layout.layer_bytes(load.blocks),
+                    "layer_bytes": load.layer_bytes,
                     "layer_seconds": pause,
                     "turns": turns[carrier.name],
                 }
@@ -112,7 +112,7 @@ async def measure(
 
 async def _turn(carrier: Carrier, load: Load, count: int, pause: float) -> dict[str, float]:
     cpu = carrier.cpu_ns()
-    courses = await run_requests(carrier, count, load.layout.layers, load.slots, pause)
+    courses = await run_requests(carrier, count, load.layers, load.slots, pause)
     cpu = carrier.cpu_ns() - cpu
     first = [course.first_token for course in courses]
     return {
@@ -160,8 +160,8 @@ def render(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     device = f"{report['flops'] / 1e12:g} TFLOP/s" if "flops" in report else "its speed"
     yield f"Computing is simulated: a thread sleeps as long as a device of {device} would take, so it uses no CPU time."
-    yield "hixl_async asks the decode process for blocks and opens a stream before a request is computed (opened in); the"
-    yield "two-sided carriers write to memory that was allocated before the run."
+    yield "hixl_async reserves blocks before a request is computed (opened in), asks the decode process for blocks, and opens a"
+    yield "stream meanwhile; the two-sided carriers write to memory that was allocated before the run."
     for loop in dict.fromkeys(case["loop"] for case in report["cases"]):
         yield ""
         yield f"{report['model']}, one of {report['ranks']} ranks; medians over turns ({loop})"

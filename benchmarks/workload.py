@@ -25,8 +25,7 @@ import hixl_async as hx
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK, REGION = 4 * KIB, 64 * MIB
 LIST, MANY, WRITERS = 256, 10_000, 64
-LAYOUT = hx.kv.Layout(layers=32, kv_heads=1, head_dim=128, dtype="bfloat16", block_tokens=16)
-BLOCKS = 16
+LAYERS, BLOCKS = 32, 16
 
 #: A cell does its work so many times, and returns the nanoseconds that it took.
 Cell = Callable[[int], Awaitable[int]]
@@ -51,6 +50,35 @@ async def lines() -> AsyncIterator[str]:
         yield line.decode()
 
 
+# ---- KV caches -------------------------------------------------------------------------------------------------------
+
+kv: Any = hx.kv
+#: True in trees from before views, where a pool had a layout, blocks had one stream, and layers were parts of blocks.
+OLD = hasattr(kv, "Layout")
+
+
+def make_pool(engine: hx.Engine, **options: Any) -> Any:
+    shape = {"kv_heads": 1, "head_dim": 128, "dtype": "bfloat16"}
+    if OLD:
+        return kv.Pool(engine, kv.Layout(LAYERS, **shape, block_tokens=16), blocks=BLOCKS, **options)
+    return kv.Pool(
+        engine, kv.View.ordered(kv.Group.attention(LAYERS, **shape), blocks=BLOCKS, block_tokens=16), **options
+    )
+
+
+def grant(blocks: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the stream into some blocks, and its ticket."""
+    stream = blocks.stream()
+    return stream, blocks.ticket() if OLD else stream.ticket()
+
+
+async def push(out: Any, source: Any) -> None:
+    """Push all layers, and wait for the end of the stream."""
+    for layer in range(LAYERS):
+        out.push(layer, source[layer] if OLD else source)
+    await (out.finished() if OLD else out.finish())
+
+
 # ---- the second process ----------------------------------------------------------------------------------------------
 
 
@@ -59,7 +87,7 @@ async def target() -> None:
     memory = bytearray(REGION)
     async with (
         hx.Engine("127.0.0.1:0", name="target") as engine,
-        hx.kv.Pool(engine, LAYOUT, blocks=BLOCKS, name="decode") as pool,
+        make_pool(engine, name="decode") as pool,
     ):
         engine.allocate("allocated", REGION, access="read-write")
         registered = engine.register("registered", memory, access="read-write")
@@ -72,15 +100,15 @@ async def target() -> None:
                 back = await note.peer.region("back")
                 await engine.write(word[:8], back[:8], notify=("pong", b""))
 
-        async def land(blocks: Any) -> None:
-            async for _ in blocks.stream():
+        async def land(blocks: Any, stream: Any) -> None:
+            async for _ in stream:
                 pass
             await blocks.aclose()
 
         async def reserve(peer: hx.Peer, body: Any) -> Any:
             blocks = await pool.reserve(blocks=BLOCKS)
-            ticket = blocks.ticket()
-            landing.append(asyncio.create_task(land(blocks)))
+            stream, ticket = grant(blocks)
+            landing.append(asyncio.create_task(land(blocks, stream)))
             return {"ticket": ticket}
 
         async def landed(peer: hx.Peer, body: Any) -> Any:
@@ -134,7 +162,7 @@ def away_from_pages(size: int) -> bytearray:
 class Cells:
     """The cells, by name."""
 
-    def __init__(self, engine: hx.Engine, threads: hx.Engine, pool: hx.kv.Pool) -> None:
+    def __init__(self, engine: hx.Engine, threads: hx.Engine, pool: Any) -> None:
         self._engine, self._threads, self._pool = engine, threads, pool
         self.by_name: dict[str, Cell] = {}
 
@@ -239,9 +267,7 @@ class Cells:
         async def stream() -> None:
             answer = await peer.request("reserve", {})
             async with pool.open_stream(peer, answer["ticket"]) as out:
-                for layer in range(LAYOUT.layers):
-                    out.push(layer, source[layer])
-                await out.finished()
+                await push(out, source)
             await peer.request("landed", {})
 
         async def notified(times: int) -> int:
@@ -255,7 +281,7 @@ class Cells:
 
         self.by_name["write + notify, there and back"] = notified
         self.by_name["request and answer"] = requests
-        self.by_name[f"KV stream of {LAYOUT.layers} layers"] = streams
+        self.by_name[f"KV stream of {LAYERS} layers"] = streams
 
 
 async def initiate(loop: str) -> None:
@@ -268,7 +294,7 @@ async def initiate(loop: str) -> None:
         async with (
             hx.Engine("127.0.0.1:0", name="initiator") as engine,
             hx.Engine(None, name="threads", drivers={"shm": {"inline_bytes": 0}}) as threads,
-            hx.kv.Pool(engine, LAYOUT, blocks=BLOCKS, name="prefill", access="none") as pool,
+            make_pool(engine, name="prefill", access="none") as pool,
         ):
             cells = Cells(engine, threads, pool)
             await cells.open((await process.stdout.readline()).decode().strip())

@@ -2,55 +2,56 @@
 
     python examples/kv_stream.py
 
-The decode worker reserves blocks and answers with a ticket. The prefill worker computes layer after layer and pushes
-each one, while the next is being computed. The decode worker uses each layer as it lands.
+The prefill worker asks the decode worker for blocks, and begins to compute. It pushes each layer while the next is being
+computed. The decode worker answers with a ticket, and uses each layer as it lands. The first token comes with the end.
 """
 
 import asyncio
 import sys
 from typing import Any
 
-import numpy as np
-
 import hixl_async as hx
 
-LAYOUT = hx.kv.Layout(layers=8, kv_heads=2, head_dim=64, dtype="float32", block_tokens=16)
-BLOCKS, TOKENS = 64, 100
-
-
-def view(pool: hx.kv.Pool) -> Any:
-    """Return a pool as an array: layer, keys or values, block, token, head, element."""
-    return np.frombuffer(pool.memory, np.float32).reshape(LAYOUT.shape(pool.blocks))
+GROUP = hx.kv.Group.attention(layers=8, kv_heads=2, head_dim=64, dtype="float32")
+VIEW = hx.kv.View.ordered(GROUP, blocks=64, block_tokens=16)
+TOKENS = 100
 
 
 async def decode() -> None:
     """Lend blocks to one request, and use its layers as they land."""
-    async with hx.Engine("127.0.0.1:0", name="decode") as engine, hx.kv.Pool(engine, LAYOUT, blocks=BLOCKS) as pool:
-        reserved: asyncio.Future[hx.kv.Blocks] = asyncio.get_running_loop().create_future()
+    async with hx.Engine("127.0.0.1:0", name="decode") as engine, hx.kv.Pool(engine, VIEW) as pool:
+        reserved: asyncio.Future[tuple[hx.kv.Blocks, hx.kv.LayerStream]] = engine.loop.create_future()
 
         async def reserve(peer: hx.Peer, body: dict[str, Any]) -> dict[str, Any]:
-            blocks = await pool.reserve(tokens=body["tokens"])
-            reserved.set_result(blocks)
-            return blocks.ticket()
+            tokens: int = body["tokens"]
+            blocks = await pool.reserve(tokens=tokens)
+            stream = blocks.stream(tokens=(0, tokens))
+            reserved.set_result((blocks, stream))
+            return stream.ticket()
 
         engine.serve("reserve", reserve)
         print(engine.address, flush=True)
-        async with await reserved as blocks:
-            async for layer in blocks.stream():
-                keys = view(pool)[layer, 0, list(blocks.ids)]
-                print(f"layer {layer}: {len(blocks.ids)} blocks of keys, all {keys.min():g}")
+        blocks, stream = await reserved
+        async with blocks:
+            async for layer in stream:
+                keys = pool.array(layer, "k")[list(blocks.ids)]  # block, token, head, element
+                print(f"layer {layer}: {len(blocks)} blocks of keys, the first all {keys[0].min():g}")
+            print("the first token is", (await stream.finished()).decode())
         print(pool.statistics())
 
 
 async def prefill(address: str) -> None:
     """Compute layers, and push each one while the next is computed."""
-    async with hx.Engine(name="prefill") as engine, hx.kv.Pool(engine, LAYOUT, blocks=BLOCKS, access="none") as pool:
+    async with hx.Engine(name="prefill") as engine, hx.kv.Pool(engine, VIEW, access="none") as pool:
         peer = await engine.connect(address)
-        ticket = await peer.request("reserve", {"tokens": TOKENS})
-        async with pool.reserve(tokens=TOKENS) as source, pool.open_stream(peer, ticket) as stream:
-            for layer in range(LAYOUT.layers):
-                view(pool)[layer, :, list(source.ids)] = layer  # a model computes here, in a thread
-                stream.push(layer, source[layer])
+        async with pool.reserve(tokens=TOKENS) as source:
+            ticket = peer.request("reserve", {"tokens": TOKENS})
+            async with pool.open_stream(peer, ticket) as out:  # returns at once
+                for layer in GROUP.layers:
+                    for part in ("k", "v"):  # a model computes here, in a thread
+                        pool.array(layer, part)[list(source.ids)] = layer
+                    out.push(layer, source)
+                await out.finish(b"42")
 
 
 async def main() -> None:

@@ -29,7 +29,7 @@ The class of an error tells what happened to the memory of transfers: there are 
     │   ├── RequestTimeoutError           (TimeoutError) a request was not answered in time; its handler may have run
     │   ├── RemoteError                   the peer's handler of a request failed, because of the peer's own work
     │   ├── TicketError                   a KV stream's ticket is unknown, used, expired or not for this peer
-    │   └── LayoutMismatchError           (ValueError) the two sides' KV layouts differ
+    │   └── LayoutMismatchError           (ValueError) the two sides' KV caches differ
     └── TransferError                     accepted work failed: the target's contents are undefined until drained
         ├── PeerLostError                 (ConnectionError) the peer went down, or was closed here, with the transfer in flight
         ├── TransferTimeoutError          (TimeoutError) no progress, or the timeout passed
@@ -327,6 +327,6 @@ class TicketError(StreamError, RefusedError):
 
 
 class LayoutMismatchError(StreamError, RefusedError, ValueError):
-    """The KV layouts of the two sides differ; the message lists the fields."""
+    """The KV caches of the two sides differ, or the senders do not hold all that is needed; the message says in what."""
 
     code = "layout"

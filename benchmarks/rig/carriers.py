@@ -30,7 +30,7 @@ from peers.sockets import receive_into
 
 from hixl_async import Engine, Peer
 from hixl_async.engine.config import Drivers
-from hixl_async.kv import Blocks, Layout, Pool, PushStream
+from hixl_async.kv import Blocks, Group, LayerStream, Pool, PushStream, View
 from rig.pair import run_loop
 
 __all__ = ["CARRIERS", "Carrier", "Load", "Request", "gloo", "one_sided", "tcp"]
@@ -40,7 +40,8 @@ __all__ = ["CARRIERS", "Carrier", "Load", "Request", "gloo", "one_sided", "tcp"]
 class Load:
     """The data that is carried."""
 
-    layout: Layout
+    group: Group
+    block_tokens: int
     #: Tokens of every request.
     tokens: int
     #: The number of requests whose blocks fit in either pool.
@@ -50,12 +51,32 @@ class Load:
     @property
     def blocks(self) -> int:
         """The blocks of one request."""
-        return self.layout.blocks_for(self.tokens)
+        return -(-self.tokens // self.block_tokens)
+
+    @property
+    def view(self) -> View:
+        """The cache on either side."""
+        return View.ordered(self.group, blocks=self.slots * self.blocks, block_tokens=self.block_tokens)
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return len(self.group.layers)
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block of a layer's keys, or of its values."""
+        return self.block_tokens * self.group.token_bytes // 2
+
+    @property
+    def layer_bytes(self) -> int:
+        """The bytes of one layer of a request."""
+        return 2 * self.blocks * self.block_bytes
 
     @property
     def nbytes(self) -> int:
         """The bytes of one request."""
-        return self.layout.pool_bytes(self.blocks)
+        return self.layers * self.layer_bytes
 
 
 class Request(Protocol):
@@ -122,9 +143,9 @@ async def one_sided(load: Load, drivers: Drivers | None = None) -> AsyncIterator
         address = await asyncio.to_thread(line.recv)
         async with (
             Engine(None, name="prefill", drivers=drivers) as engine,
-            Pool(engine, load.layout, blocks=load.slots * load.blocks, name="source", access="none", shuffle=1) as pool,
+            Pool(engine, load.view, name="source", access="none", shuffle=1) as pool,
         ):
-            _fill(pool.region.numpy("uint8"))
+            _fill(pool.regions[0].numpy("uint8"))
             yield OneSided(load, pool, await engine.connect(address), process)
 
 
@@ -141,14 +162,14 @@ class OneSided:
     async def begin(self, check: bool) -> Request:
         """See `Carrier`."""
         self._number += 1
-        answer = await self.peer.request("reserve", {"number": self._number, "check": check})
         blocks = await self.pool.reserve(blocks=self.load.blocks)
-        return Pushed(self, self._number, blocks, await self.pool.open_stream(self.peer, answer["ticket"]))
+        ticket = self.peer.request("reserve", {"number": self._number, "check": check})
+        # Opened beside the computation: layers that are pushed before wait in the stream.
+        return Pushed(self, self._number, blocks, self.pool.open_stream(self.peer, ticket))
 
     def checksums(self, request: Any) -> list[int]:
         """See `Carrier`."""
-        view = self.pool.region.numpy("uint8", (self.load.layout.layers, 2, self.pool.blocks, -1))
-        return [checksum(layer[:, request.blocks.ids]) for layer in view]
+        return _checksums(self.load, self.pool, request.blocks)
 
     def cpu_ns(self) -> int:
         """See `Carrier`."""
@@ -164,14 +185,20 @@ class Pushed:
 
     def push(self, layer: int) -> None:
         """See `Request`."""
-        self._stream.push(layer, self.blocks[layer])
+        self._stream.push(layer, self.blocks)
 
     async def landed(self) -> tuple[list[int], list[int]]:
         """See `Request`."""
-        await self._stream.finished()
+        await self._stream.finish()
         await self.blocks.aclose()
         answer = await self._carrier.peer.request("landed", {"number": self._number})
         return answer["at"], answer["sums"]
+
+
+def _checksums(load: Load, pool: Pool, blocks: Blocks) -> list[int]:
+    """Return the checksums of some blocks' layers."""
+    layers = pool.regions[0].numpy("uint8", (load.layers, 2, pool.blocks, -1))
+    return [checksum(layer[:, blocks.ids]) for layer in layers]
 
 
 def _decode(line: Connection, load: Load) -> None:
@@ -181,27 +208,25 @@ def _decode(line: Connection, load: Load) -> None:
 async def _decode_one_sided(line: Connection, load: Load) -> None:
     leave = asyncio.Event()
     asyncio.get_running_loop().add_reader(line.fileno(), leave.set)
-    layout = load.layout
     async with (
         Engine("127.0.0.1:0", name="decode") as engine,
-        Pool(engine, layout, blocks=load.slots * load.blocks, name="target", shuffle=2) as pool,
+        Pool(engine, load.view, name="target", shuffle=2) as pool,
     ):
-        view = pool.region.numpy("uint8", (layout.layers, 2, pool.blocks, -1))
         waiting: dict[int, asyncio.Task[tuple[list[int], list[int]]]] = {}
 
-        async def land(blocks: Blocks, check: bool) -> tuple[list[int], list[int]]:
-            at = [0] * layout.layers
-            async for layer in blocks.stream():
+        async def land(blocks: Blocks, stream: LayerStream, check: bool) -> tuple[list[int], list[int]]:
+            at = [0] * load.layers
+            async for layer in stream:
                 at[layer] = time.monotonic_ns()
-            sums = [checksum(layer[:, blocks.ids]) for layer in view] if check else []
+            sums = _checksums(load, pool, blocks) if check else []
             await blocks.aclose()
             return at, sums
 
         async def reserve(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
             blocks = await pool.reserve(blocks=load.blocks)
-            ticket = blocks.ticket()
-            waiting[body["number"]] = asyncio.create_task(land(blocks, body["check"]))
-            return {"ticket": ticket}
+            stream = blocks.stream()
+            waiting[body["number"]] = asyncio.create_task(land(blocks, stream, body["check"]))
+            return stream.ticket()
 
         async def landed(peer: Peer, body: dict[str, Any]) -> dict[str, Any]:
             at, sums = await waiting.pop(body["number"])
@@ -226,12 +251,12 @@ class Blocked:
     """A pool for two-sided carriers: the blocks of each slot, in random order."""
 
     def __init__(self, load: Load, seed: int) -> None:
-        layout, count = load.layout, load.slots * load.blocks
-        self.array = np.zeros((layout.layers, 2, count, layout.block_bytes), np.uint8)
+        count = load.slots * load.blocks
+        self.array = np.zeros((load.layers, 2, count, load.block_bytes), np.uint8)
         self.array.fill(1)  # every page is touched
         order = np.random.default_rng(seed).permutation(count)
         self.ids = np.split(order, load.slots)
-        self.staging: Any = np.zeros((2, load.blocks, layout.block_bytes), np.uint8)
+        self.staging: Any = np.zeros((2, load.blocks, load.block_bytes), np.uint8)
 
     def gather(self, number: int, layer: int) -> Any:
         """Return a layer's blocks, one after another."""
@@ -310,7 +335,7 @@ class Landings:
 
     def __init__(self, line: Connection, load: Load) -> None:
         self.pool = Blocked(load, 2)
-        self._line, self._layers = line, load.layout.layers
+        self._line, self._layers = line, load.layers
         self._at: dict[int, list[int]] = {}
 
     def land(self, number: int, layer: int, check: bool) -> None:

@@ -23,7 +23,7 @@ class Course:
     computed: list[int]
     #: The times at which they were in the decode process.
     landed: list[int]
-    #: The duration until it had blocks on both sides, and a way to them.
+    #: The duration until its computation could begin.
     opening: int = 0
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hixl_async.kv import Layout
+from hixl_async.kv import Group
 
 __all__ = ["SHAPES", "Shape"]
 
@@ -22,14 +22,14 @@ class Shape:
     #: True for a latent instead of keys and values; every rank holds all of it.
     latent: bool = False
 
-    def layout(self, ranks: int, block_tokens: int) -> Layout:
-        """Return the layout of one of `ranks`.
+    def group(self, ranks: int) -> Group:
+        """Return what one of `ranks` holds, as a group of its own.
 
         A latent of 512 + 64 elements counts as two halves of 288: the same bytes, in as many runs.
         """
         if self.latent:
-            return Layout(self.layers, 1, self.head_dim // 2, "bfloat16", block_tokens)
-        return Layout(self.layers, max(1, self.kv_heads // ranks), self.head_dim, "bfloat16", block_tokens)
+            return Group.attention(self.layers, 1, self.head_dim // 2, "bfloat16")
+        return Group.attention(self.layers, max(1, self.kv_heads // ranks), self.head_dim, "bfloat16")
 
     def layer_seconds(self, tokens: int, ranks: int, flops: float) -> float:
         """Return the seconds that `ranks` devices of `flops` each take for a layer of a prompt, two operations a parameter."""

@@ -6,9 +6,8 @@ import time
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-from support.messages import PrefillRequest, Report, Step, first_token_topic
-from support.model import KvMemory, OnLayer, PagedCache
+from support.messages import PrefillRequest, Report, Step
+from support.model import OnLayer, PagedCache
 from support.timeline import Timeline, Track
 from support.worker import Worker, kv_digests, start
 
@@ -18,8 +17,7 @@ import hixl_async as hx
 async def program(worker: Worker) -> None:
     # access="none": only this process touches the pool, which is only a source of pushes. Blocks are lent in a random
     # order, different from D's, so that no run succeeds because both block tables happen to be equal.
-    blocks = worker.settings.pool_blocks
-    async with hx.kv.Pool(worker.engine, worker.layout(), blocks=blocks, access="none", shuffle=1) as pool:
+    async with hx.kv.Pool(worker.engine, worker.view(), access="none", shuffle=1) as pool:
         prefill = Prefill(worker, pool)
         worker.engine.serve("meet", prefill.meet)
         worker.engine.serve("prefill", prefill.prefill)
@@ -29,47 +27,51 @@ async def program(worker: Worker) -> None:
 class Prefill:
     """The services of P for the router."""
 
+    decode: hx.Peer
+    """D, once P has met it."""
+
     def __init__(self, worker: Worker, pool: hx.kv.Pool) -> None:
         self.worker = worker
         self.engine = worker.engine
         self.pool = pool
-        # The model computes in the pool, so its output needs no copy before it is sent.
-        self.memory: KvMemory = np.frombuffer(pool.memory, np.float32).reshape(pool.layout.shape(pool.blocks))
+        self.memory = worker.memory(pool)
 
     async def meet(self, _router: hx.Peer, body: dict[str, Any]) -> dict[str, Any]:
         """Connect to D and map its pool, so that the first request does not wait for it."""
-        decode = await self.engine.connect(body["address"])
-        await decode.region(self.pool.name)
+        self.decode = await self.engine.connect(body["address"])
+        await self.decode.region(self.pool.name)
         return {}
 
     async def prefill(self, _router: hx.Peer, body: dict[str, Any]) -> dict[str, Any]:
         """Compute a prompt and send it to D, layer by layer; the answer comes when D has all of it."""
         request = PrefillRequest(**body)
         timeline = Timeline()
-        decode = await self.engine.connect(request.ticket["address"])
         before = self.engine.stats()
         async with self.pool.reserve(tokens=len(request.prompt)) as blocks:
             cache = PagedCache(self.memory, blocks.ids)
-            async with self.pool.open_stream(decode, request.ticket) as out:
+            # D answers with a ticket, its permission to fill certain blocks of its pool, once. The computation does not
+            # wait for that: layers that are ready before wait in the stream.
+            ticket = self.decode.request("ticket", {"run": request.run})
+            async with self.pool.open_stream(self.decode, ticket) as out:
 
                 def push(layer: int) -> None:
                     # Called in the thread that computes, between the layer's projections and its attention. It only
                     # hands the layer over; the event loop moves it while the thread goes on.
                     timeline.mark("P", "push", f"layer {layer}", layer=layer)
-                    out.push(layer, blocks[layer])
+                    out.push(layer, blocks)
 
                 step = await self._compute(request.prompt, cache, timeline, push if request.streamed else None)
-                await self.engine.notify(decode, first_token_topic(request.run), step.to_json().encode())
                 if not request.streamed:
-                    for layer in range(self.pool.layout.layers):
+                    for layer in range(len(self.memory)):
                         push(layer)
-            # Leaving the stream has waited until D acknowledged it: all layers are there.
+                # Waits until D has all layers, and the step with the first token.
+                await out.finish(step.to_json().encode())
             after = self.engine.stats()
             return Report(
                 kv_digests(cache, len(request.prompt)),
                 list(blocks.ids),
                 timeline.to_json(),
-                transfers=after.transfers - before.transfers - 1,  # one was the notification
+                transfers=after.transfers - before.transfers,
                 transferred=after.bytes - before.bytes,
             ).body()
 

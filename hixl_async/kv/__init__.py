@@ -1,28 +1,29 @@
 """KV caches: the flat public surface of ``hixl_async.kv``.
 
 ======================  ==================================================================================
-`Layout`                shapes and bytes of a paged cache
-`Pool`                  a pool of blocks in one region, reserved all or nothing
-`Blocks`                reserved blocks: a ticket and a stream as a target, ``blocks[i]`` as a source
-`LayerStream`           the consumer's side: layers as they land
-`PushStream`            the producer's side: ``push`` from any thread
-`Ticket`                the right to fill blocks, which `Blocks` grant and a producer uses once
-`Outcome`, `Verdict`    the end of a stream
 `Part`, `Group`         what a model keeps per token
 `Shard`, `View`         what one rank holds of it, and where
-`senders`, `Plan`       which rank sends what, and the copies
+`Pool`                  a pool of blocks, reserved all or nothing
+`Blocks`                references to reserved blocks: the target of a stream, or the source of pushes
+`LayerStream`           the consumer's side: layers as they land
+`PushStream`            the producer's side: ``push`` from any thread
+`Ticket`                the right to fill blocks, which a stream issues and its producers use once
+`Outcome`, `Verdict`    the end of a stream
+`shards`, `senders`     the shards of a model, and which of them sends what
+`Plan`                  the copies between two views
 `capacity`              the memory that a model's sequences need
 ======================  ==================================================================================
 """
 
-from .blocks import Blocks, LayerBlocks, Reservation
+from .blocks import Blocks
 from .capacity import Capacity, capacity
-from .layout import Layout
-from .plan import BlockTable, Plan
-from .pool import Pool, PoolStatistics
-from .protocol import Outcome, Ticket, Verdict
+from .lender import PoolStatistics
+from .plan import BlockTable, Piece, Plan
+from .pool import Pool
+from .protocol import Outcome, Slice, Ticket, Verdict
 from .push import PushStream
-from .reshard import Share, senders
+from .reservation import Reservation
+from .reshard import Share, senders, shards
 from .shapes import Group, Part, Place, Shard, Strides, View
 from .stream import LayerStream
 
@@ -31,11 +32,10 @@ __all__ = [
     "Blocks",
     "Capacity",
     "Group",
-    "LayerBlocks",
     "LayerStream",
-    "Layout",
     "Outcome",
     "Part",
+    "Piece",
     "Place",
     "Plan",
     "Pool",
@@ -44,10 +44,12 @@ __all__ = [
     "Reservation",
     "Shard",
     "Share",
+    "Slice",
     "Strides",
     "Ticket",
     "Verdict",
     "View",
     "capacity",
     "senders",
+    "shards",
 ]

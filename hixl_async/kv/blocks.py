@@ -3,157 +3,281 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
-from ..engine.arguments import positive_seconds, whole_number
+from ..engine.arguments import whole_number
 from ..engine.started import Started, already_over
-from ..errors import ClosedError, InvalidArgumentError, RangeError, TicketError
-from .lease import Lease
-from .stream import Consumer, LayerStream
+from ..errors import InvalidArgumentError, RangeError
+from .loan import Loan
 
-__all__ = ["Blocks", "LayerBlocks", "Reservation", "lease_of"]
+if TYPE_CHECKING:
+    from .consumer import Consumer
+    from .shapes import Shard
+    from .stream import LayerStream
 
-#: The default seconds that a ticket waits for its producer, and that a stream waits for its next layer.
-TTL, STALL = 60.0, 10.0
-
-#: Issues the ticket for a lease, with its ttl, stall and timeout in seconds.
-Grant: TypeAlias = Callable[[Lease, float, float, float | None], Consumer]
+__all__ = ["Blocks", "adopt", "check_positions", "loan_of"]
 
 
-class LayerBlocks(NamedTuple):
-    """One layer of reserved blocks, as a source for ``push``."""
+class BlockLender(Protocol):
+    """The pool that lent some blocks."""
 
-    #: The reserved blocks.
-    blocks: Blocks
-    #: The index of the layer.
-    layer: int
+    async def take(self, count: int, priority: int) -> tuple[int, ...]: ...
+    def take_now(self, count: int, priority: int) -> tuple[int, ...]: ...
+    def loan(self, ids: tuple[int, ...], group: int, start: int) -> Loan: ...
+    def share(self, ids: tuple[int, ...], group: int, start: int) -> Loan: ...
+    def instead(self, loan: Loan, ids: tuple[int, ...]) -> Loan: ...
+    def give(self, ids: tuple[int, ...]) -> None: ...
+
+
+class Streams(Protocol):
+    """The calls of a pool by which its blocks make streams."""
+
+    def __call__(
+        self,
+        blocks: Sequence[Blocks],
+        tokens: Sequence[tuple[int, int]] | None,
+        sources: Sequence[Shard] | None,
+        ttl: float | None,
+        lease: float | None,
+        timeout: float | None,
+    ) -> LayerStream: ...
+
+
+def check_positions(tokens: object) -> tuple[int, int]:
+    """Return a range of positions in a sequence.
+
+    :raises InvalidArgumentError: if it is not a pair of whole numbers from 0, of which the second is larger.
+    """
+    if not isinstance(tokens, tuple) or len(tokens) != 2:
+        raise InvalidArgumentError(f"tokens must be a pair of positions (first, after the last), not {tokens!r}")
+    first, last = (whole_number("tokens", position) for position in tokens)
+    if not 0 <= first < last:
+        raise InvalidArgumentError(f"tokens must name at least one position from 0 on, not {first} to {last}")
+    return first, last
 
 
 class Blocks(Sealed, maker="pool.reserve()"):
-    """Reserved blocks of a pool, made by ``pool.reserve()``; an async context manager.
+    """References to blocks of a pool, made by ``pool.reserve()``; an async context manager.
 
-    As a target, the producer needs their `ticket`, and `stream` reports the layers that have landed.  As a source, ``push``
-    takes ``blocks[i]``.  Closing never waits for a peer: blocks that a peer could still write, or that a push still reads, are
-    quarantined and return to the pool when that is over.
+    As a target, `stream` makes the ticket that producers need, and reports the layers that have landed.  As a source, they are
+    what ``push`` takes.  ``blocks[2:5]``, ``blocks + others`` and `share` make further references to the same blocks; a block
+    returns to the pool when all references were closed.
 
-    Blocks are closed with a ResourceWarning when the last reference to them and to their stream is dropped.
+    Closing never waits for a peer: blocks that a peer could still write, or that a push still reads, are quarantined and
+    return to the pool when that is over.  Blocks are closed with a ResourceWarning when the last reference to them and to their
+    streams is dropped.
     """
 
-    __reduce__ = unpicklable("send blocks.ticket(), with which the other process fills them")
+    __reduce__ = unpicklable("send stream.ticket(), with which the other process fills them")
 
-    def __init__(self, lease: Lease, grant: Grant) -> None:
-        #: The block ids, in the order of the tokens.
-        self.ids = lease.ids
-        self._lease = lease
-        self._grant_ticket = grant
-        self._consumer: Consumer | None = None
-        # Weak, because the stream refers to the blocks, and a lost object must be noticed without the garbage collector.
-        self._stream: weakref.ref[LayerStream] | None = None
+    def __init__(self, loan: Loan, lender: BlockLender, streams: Streams) -> None:
+        self._loan = loan
+        self._lender = lender
+        self._streams = streams
+        self._consumers: list[Consumer] = []  # of streams that may not have ended
 
     def __repr__(self) -> str:
-        state = "closed" if self._lease.closed else "reserved"
-        return f"<Blocks {len(self.ids)} of pool {self._lease.context.name!r}, {state}>"
+        state = "closed" if self._loan.closed else "reserved"
+        return f"<Blocks {len(self.ids)} of pool {self._loan.context.name!r}, {state}>"
 
     def __del__(self) -> None:
-        lease = self._lease
-        if lease.closed or not lease.context.clean_up(
-            _give_back, lease, self._consumer, "the consumer lost its blocks without closing them"
+        loan = self._loan
+        if loan.closed or not loan.context.clean_up(
+            _give_back, loan, self._consumers, "the consumer lost its blocks without closing them"
         ):
             return
         ids = ", ".join(map(str, self.ids[:8])) + (", ..." if len(self.ids) > 8 else "")
         message = f"{self!r} (ids {ids}) was never closed; use 'async with pool.reserve(...) as blocks'"
         warnings.warn(message, ResourceWarning, source=self, stacklevel=2)
 
-    def __getitem__(self, layer: int) -> LayerBlocks:
-        """Return one layer of these blocks, to be pushed.
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The block ids, in the order of the tokens."""
+        return self._loan.ids
 
-        :param layer: the index of the layer.
-        :return: the source for ``push``.
-        :raises RangeError: if there is no such layer.
-        :raises InvalidArgumentError: if `layer` is not a whole number.
+    @property
+    def group(self) -> int:
+        """The index of the pool's view that they belong to."""
+        return self._loan.group
+
+    @property
+    def start(self) -> int:
+        """The position in the sequence of the first token of the first block."""
+        return self._loan.start
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that they can hold."""
+        return len(self.ids) * self._block_tokens
+
+    @property
+    def _block_tokens(self) -> int:
+        return self._loan.context.views[self.group].block_tokens
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return len(self.ids)
+
+    # ---- further references ----
+
+    def __getitem__(self, part: slice) -> Blocks:
+        """Return references to some of these blocks, to be closed by the caller.
+
+        :param part: a slice that counts blocks.
+        :raises InvalidArgumentError: if `part` is not a slice of whole numbers with step 1.
+        :raises RangeError: if it names no block.
+        :raises BusyError: if a peer may be writing one of the blocks.
         :raises ClosedError: if the blocks were given back.
         """
-        self._lease.check_open()
-        layer, layers = whole_number("layer", layer), self._lease.context.layout.layers
-        if not 0 <= layer < layers:
-            raise RangeError(f"layer {layer} does not exist: the layout has {layers} layers")
-        return LayerBlocks(self, layer)
+        self._check_usable()
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            raise InvalidArgumentError(f"part must be a slice of blocks, such as blocks[2:5], not {part!r}")
+        try:
+            first, last, _ = part.indices(len(self.ids))
+        except TypeError as error:
+            raise InvalidArgumentError(f"part must be a slice of whole numbers, not {part!r}") from error
+        if first >= last:
+            raise RangeError(f"{part!r} names none of {len(self.ids)} blocks")
+        start = self.start + first * self._block_tokens
+        return self._with(self._lender.share(self.ids[first:last], self.group, start))
 
-    def ticket(
-        self, *, ttl: float | None = None, stall: float | None = None, timeout: float | None = None
-    ) -> dict[str, Any]:
-        """Return the right to fill these blocks once, for one producer; the same one at every call.
+    def __add__(self, other: Blocks) -> Blocks:
+        """Return references to these blocks and then to those of `other`, to be closed by the caller.
 
-        Any process that holds the ticket can use it: send it over a channel you trust.
-
-        :param ttl: seconds within which the producer has to open it; default 60.
-        :param stall: seconds without a new layer after which the open stream fails; default 10.
-        :param timeout: seconds from now after which the stream fails, whatever its progress; default: no limit.
-        :return: the ticket as a JSON-safe dict.
-        :raises InvalidArgumentError: if the times are given again after the first call, or are not positive.
-        :raises TicketError: if the stream has ended, for example because the ticket expired.
-        :raises AccessError: if the pool's ``access`` does not let peers write.
-        :raises ClosedError: if the blocks or the pool are closed.
-        :raises WrongLoopError: if called outside of the engine's event loop.
+        :param other: other blocks of the pool and the group.
+        :raises InvalidArgumentError: if `other` is not of the same pool and group, or has a block that is here already.
+        :raises BusyError: if a peer may be writing one of the blocks.
+        :raises ClosedError: if blocks were given back.
         """
-        consumer = self._grant(ttl, stall, timeout)
-        if (outcome := consumer.state.outcome) is not None:
-            why = outcome.reason or "all layers have landed"
-            raise TicketError(f"the ticket of these blocks cannot be used any more: {why}; reserve other blocks")
-        return consumer.ticket.body()
-
-    def stream(self) -> LayerStream:
-        """Return the stream of the layers that land; the same object at every call.
-
-        The ticket is granted if `ticket` was not called before.
-
-        :return: the stream, to iterate or to wait on.
-        :raises AccessError: if the pool's ``access`` does not let peers write.
-        :raises ClosedError: if the blocks or the pool are closed.
-        :raises WrongLoopError: if called outside of the engine's event loop.
-        """
-        consumer = self._grant(None, None, None)
-        stream = self._stream() if self._stream is not None else None
-        if stream is None:
-            stream = LayerStream(consumer, self)
-            self._stream = weakref.ref(stream)
-        return stream
-
-    def _grant(self, ttl: float | None, stall: float | None, timeout: float | None) -> Consumer:
-        self._lease.context.check_usable()
-        self._lease.check_open()
-        if self._consumer is None:
-            self._consumer = self._grant_ticket(
-                self._lease,
-                TTL if ttl is None else positive_seconds("ttl", ttl),
-                STALL if stall is None else positive_seconds("stall", stall),
-                None if timeout is None else positive_seconds("timeout", timeout),
+        if not isinstance(other, Blocks):
+            return NotImplemented
+        self._check_usable()
+        other._check_usable()
+        if (other._loan.context, other.group) != (self._loan.context, self.group):
+            raise InvalidArgumentError("other must be blocks of the same pool and the same group")
+        if common := set(self.ids) & set(other.ids):
+            raise InvalidArgumentError(
+                f"block {min(common)} is in both; a block holds tokens of one place of a sequence"
             )
-        elif any(time is not None for time in (ttl, stall, timeout)):
-            raise InvalidArgumentError("ttl, stall and timeout are fixed by the first call of ticket() or stream()")
-        return self._consumer
+        return self._with(self._lender.share(self.ids + other.ids, self.group, self.start))
 
-    async def fenced(self) -> None:
-        """Wait until no peer can write these blocks, whatever the outcome of the stream; this may never happen.
+    def share(self) -> Blocks:
+        """Return further references to the same blocks, to be closed by the caller.
 
-        :raises ClosedError: if the pool is closed first.
+        :raises BusyError: if a peer may be writing one of the blocks.
+        :raises ClosedError: if the blocks were given back.
         """
-        if self._consumer is not None:
-            await self._consumer.fenced()
+        return self[:]
+
+    def _with(self, loan: Loan) -> Blocks:
+        return Blocks(loan, self._lender, self._streams)
+
+    # ---- growing and shrinking ----
+
+    async def extend(self, *, tokens: int | None = None, blocks: int | None = None, priority: int = 0) -> None:
+        """Reserve further blocks behind these, until they hold so many tokens in all; no effect if they do.
+
+        Tasks that extend blocks while they hold others can wait for each other without end; where that is possible, use
+        `extend_nowait`, and give up blocks if it raises.
+
+        :param tokens: the number of tokens in all.
+        :param blocks: the number of blocks in all.
+        :param priority: as for ``pool.reserve()``.
+        :raises InvalidArgumentError: if not exactly one of `tokens` and `blocks` is given, or a number is malformed.
+        :raises RangeError: if the pool is smaller than that.
+        :raises ClosedError: if the blocks or the pool are closed, at the call or while waiting.
+        :raises WrongLoopError: if called outside of the engine's event loop.
+        """
+        count, priority = self._count(tokens, blocks), whole_number("priority", priority)
+        while (more := count - len(self.ids)) > 0:
+            ids = await self._lender.take(more, priority)
+            # Other tasks may have closed, extended or trimmed them meanwhile.
+            needed = 0 if self._loan.closed else max(0, count - len(self.ids))
+            self._lender.give(ids[needed:])
+            self._loan.check_open()
+            self._loan = self._lender.instead(self._loan, self.ids + ids[:needed])
+
+    def extend_nowait(self, *, tokens: int | None = None, blocks: int | None = None, priority: int = 0) -> None:
+        """Reserve further blocks like `extend`, but raise where that would have to wait.
+
+        :param tokens: the number of tokens in all.
+        :param blocks: the number of blocks in all.
+        :param priority: as for ``pool.reserve()``.
+        :raises BusyError: if too few blocks are free, or other requests go first.
+        :raises InvalidArgumentError: like `extend`; likewise RangeError, ClosedError and WrongLoopError.
+        """
+        more = self._count(tokens, blocks) - len(self.ids)
+        priority = whole_number("priority", priority)
+        if more > 0:
+            self._loan = self._lender.instead(self._loan, self.ids + self._lender.take_now(more, priority))
+
+    def trim(self, *, tokens: int | None = None, blocks: int | None = None) -> None:
+        """Give the last blocks back, so that just enough for so many tokens remain; no effect if there are no more.
+
+        :param tokens: the number of tokens that remain.
+        :param blocks: the number of blocks that remain.
+        :raises InvalidArgumentError: if not exactly one of `tokens` and `blocks` is given, or it is not a positive integer.
+        :raises ClosedError: if the blocks or the pool are closed.
+        :raises WrongLoopError: if called outside of the engine's event loop.
+        """
+        count = self._count(tokens, blocks)
+        if count < len(self.ids):
+            self._loan = self._lender.instead(self._loan, self.ids[:count])
+
+    def _count(self, tokens: int | None, blocks: int | None) -> int:
+        self._check_usable()
+        return self._loan.context.blocks_for(self.group, tokens, blocks)
+
+    def _check_usable(self) -> None:
+        self._loan.context.check_usable()
+        self._loan.check_open()
+
+    # ---- as a target ----
+
+    def stream(
+        self,
+        *,
+        tokens: tuple[int, int] | None = None,
+        sources: Sequence[Shard] | None = None,
+        ttl: float | None = None,
+        lease: float | None = None,
+        timeout: float | None = None,
+    ) -> LayerStream:
+        """Let producers fill these blocks once, and return the stream of the layers that land.
+
+        :param tokens: the position in the sequence of the first token to be brought, and the one after the last; default: all
+            that the blocks can hold.
+        :param sources: what each producer holds, if there are several; `shards` computes it.  Default: there is one, which may
+            be anyone that holds all that this pool needs.
+        :param ttl: seconds within which a producer has to open the ticket; default 60.
+        :param lease: seconds without hearing of a producer after which the open stream fails; default 10.
+        :param timeout: seconds from now after which the stream fails, whatever its progress; default: no limit.
+        :return: the stream; its ``ticket()`` is what the producers need.
+        :raises InvalidArgumentError: if an argument is malformed.
+        :raises RangeError: if the blocks do not hold the tokens.
+        :raises LayoutMismatchError: if the sources do not hold all that this pool needs.
+        :raises BusyError: if a peer may be writing one of the blocks already, one is shared with other Blocks, or too many
+            streams of the pool are not drained.
+        :raises AccessError: if the pool's ``access`` does not let peers write.
+        :raises ClosedError: if the blocks or the pool are closed.
+        :raises WrongLoopError: if called outside of the engine's event loop.
+        """
+        return self._streams([self], None if tokens is None else [tokens], sources, ttl, lease, timeout)
+
+    # ---- life ----
 
     def aclose(self) -> Coroutine[Any, Any, None]:
-        """Give the blocks back at the call, and abort a stream that has not ended.  Idempotent.
+        """Give the blocks back at the call, and abort streams that lack layers.  Idempotent.
 
         :return: an awaitable, for uniformity with other resources; it is done at once, because closing never waits for a peer.
         :raises WrongLoopError: if called outside of the engine's event loop.
         """
-        self._lease.context.check_thread()
-        _give_back(self._lease, self._consumer, "the consumer gave its blocks back")
+        self._loan.context.check_thread()
+        _give_back(self._loan, self._consumers, "the consumer gave its blocks back")
         return Started(already_over)
 
     async def __aenter__(self) -> Blocks:
@@ -165,56 +289,19 @@ class Blocks(Sealed, maker="pool.reserve()"):
         await self.aclose()
 
 
-def _give_back(lease: Lease, consumer: Consumer | None, reason: str) -> None:
-    if consumer is not None and not lease.closed:
-        consumer.leave(reason)
-    lease.close()
+def _give_back(loan: Loan, consumers: list[Consumer], reason: str) -> None:
+    if not loan.closed:
+        for consumer in consumers:
+            consumer.leave(reason)
+    loan.close()
 
 
-def lease_of(source: LayerBlocks) -> Lease:
-    """Return the lease behind a layer's blocks; for the streams."""
-    return source.blocks._lease
+def loan_of(blocks: Blocks) -> Loan:
+    """Return the loan behind blocks; for the streams."""
+    return blocks._loan
 
 
-class Reservation(Sealed, Awaitable[Blocks], maker="pool.reserve()"):
-    """A request for blocks, made by ``pool.reserve()``: await it for the `Blocks`, or enter it with ``async with``."""
-
-    __slots__ = ("_blocks", "_entered", "_reserve")
-
-    def __init__(self, reserve: Callable[[], Coroutine[Any, Any, Blocks]]) -> None:
-        self._reserve = reserve
-        self._entered = False
-        self._blocks: Blocks | None = None
-
-    def __await__(self) -> Generator[Any, None, Blocks]:
-        return self._reserve().__await__()
-
-    async def __aenter__(self) -> Blocks:
-        if self._entered:
-            raise ClosedError("a reservation is entered once; call pool.reserve() again")
-        self._entered = True
-        self._blocks = await self
-        return self._blocks
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._blocks is not None:
-            await self._blocks.aclose()
-
-    if not TYPE_CHECKING:  # type checkers report missing attributes by themselves
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "ids" or (not name.startswith("_") and hasattr(Blocks, name)):
-                raise _not_reserved(f".{name}")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-        def __getitem__(self, layer: int) -> Any:
-            raise _not_reserved("[...]")
-
-
-def _not_reserved(use: str) -> ClosedError:
-    return ClosedError(
-        f"pool.reserve(...){use} is used before the blocks are reserved; write `blocks = await pool.reserve(...)`, or "
-        "`async with pool.reserve(...) as blocks:`"
-    )
+def adopt(blocks: Blocks, consumer: Consumer) -> None:
+    """Remember a stream into blocks, which ends with them; for the pool."""
+    blocks._consumers = [other for other in blocks._consumers if other.state.outcome is None]
+    blocks._consumers.append(consumer)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from asyncio import _get_running_loop as running_loop
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..core.event_poller import EventPoller
-from ..errors import ClosedError, EngineForkedError, WrongLoopError
-from .layout import Layout
+from ..engine.arguments import positive_number
+from ..errors import ClosedError, EngineForkedError, InvalidArgumentError, RangeError, WrongLoopError
+from .description import describe_groups
+from .shapes import Shard, View
+from .target import groups_of_layers
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -26,23 +29,61 @@ class PoolContext:
     The engine, which serves the streams' messages, therefore does not keep a `Pool` alive that the program has lost.
     """
 
-    def __init__(self, engine: Engine, name: str, layout: Layout, blocks: int, region: Region) -> None:
+    def __init__(self, engine: Engine, name: str, views: Sequence[View], tensors: Sequence[Region]) -> None:
         self.engine = engine
         self.loop: asyncio.AbstractEventLoop = engine.loop
         #: The thread of the loop.
         self.thread = threading.get_ident()
         self.name = name
-        self.layout = layout
+        #: What the pool holds, a view for each group.
+        self.views = tuple(views)
+        #: The regions of the tensors.
+        self.tensors = tuple(tensors)
         #: The size of the pool in blocks.
-        self.blocks = blocks
-        #: The region that holds the blocks.
-        self.region = region
+        self.blocks = views[0].blocks
+        #: The index of the group of each layer that the pool holds.
+        self.groups = groups_of_layers(views)
+        #: What the pool holds of the model, as a sender of several.
+        self.shard = Shard(views[0].shard.rank, views[0].shard.ranks, self.groups)
+        #: The description of the groups, for consumers.
+        self.described_groups = describe_groups(view.group for view in views)
         self.poller = EventPoller(self.loop)
         #: The lock of the holds on reserved blocks, which pushing threads share with the loop.
         self.lock = threading.Lock()
         #: True once the pool refuses new work.
         self.closed = False
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def group_of(self, layer: int) -> int:
+        """Return the index of a layer's group.
+
+        :raises RangeError: if the pool does not hold the layer.
+        """
+        if layer not in self.groups:
+            raise RangeError(f"layer {layer} does not exist: pool {self.name!r} holds {self.described_layers}")
+        return self.groups[layer]
+
+    @property
+    def described_layers(self) -> str:
+        """The layers that the pool holds, in words."""
+        layers = list(self.groups)
+        if layers == list(range(layers[0], layers[-1] + 1)):
+            return f"the layers {layers[0]} to {layers[-1]}"
+        return f"the layers {', '.join(map(str, layers))}"
+
+    def blocks_for(self, group: int, tokens: int | None, blocks: int | None) -> int:
+        """Return the number of blocks that a program asks for.
+
+        :raises InvalidArgumentError: if not exactly one of `tokens` and `blocks` is given, or it is not a positive integer.
+        :raises RangeError: if the pool is smaller than that.
+        """
+        if (tokens is None) == (blocks is None):
+            raise InvalidArgumentError("pass either tokens=... or blocks=...")
+        count = positive_number("blocks", blocks) if tokens is None else self.views[group].blocks_for(tokens)
+        if count > self.blocks:
+            asked = f"{count} blocks" if tokens is None else f"{count} blocks for {tokens} tokens"
+            raise RangeError(f"pool {self.name!r} can never lend {asked}: it has {self.blocks}")
+        return count
 
     def check_usable(self) -> None:
         """Return if the caller may use the pool.
@@ -81,11 +122,12 @@ class PoolContext:
         """The number of tasks that work for the pool."""
         return len(self._tasks)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that works for the pool until it is closed."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def cancel_tasks(self) -> None:
         """Cancel all tasks of the pool, and wait until they have ended."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from ..engine.arguments import positive_number
 from ..errors import InvalidArgumentError
 
-__all__ = ["ITEM_BYTES", "element_type"]
+__all__ = ["ITEM_BYTES", "element_type", "numpy_type", "require_numpy"]
 
 #: The bytes of one element of each type.
 ITEM_BYTES = {
@@ -75,3 +76,32 @@ def _type_name(dtype: object) -> str:
         return dtype.__name__
     # numpy, ml_dtypes and TensorFlow name their dtypes; torch's only print as "torch.bfloat16".
     return str(getattr(dtype, "name", dtype))
+
+
+def require_numpy() -> Any:
+    """Return numpy.
+
+    :raises InvalidArgumentError: if it is not installed.
+    """
+    try:
+        import numpy
+    except ImportError:
+        raise InvalidArgumentError("KV caches need numpy here; install it: pip install numpy") from None
+    return numpy
+
+
+def numpy_type(element: str | int) -> Any:
+    """Return the numpy dtype of an element, or an unsigned integer of its size if numpy has no such type.
+
+    :raises InvalidArgumentError: if there is none of that size either, or numpy is not installed.
+    """
+    numpy = require_numpy()
+    if isinstance(element, str):
+        try:
+            return numpy.dtype(element)
+        except TypeError:
+            element = ITEM_BYTES[element]
+    try:
+        return numpy.dtype(f"u{element}")
+    except TypeError:
+        raise InvalidArgumentError(f"numpy has no type for elements of {element} bytes; pass dtype=") from None

@@ -1,4 +1,4 @@
-"""Lent blocks, as their pool and its streams know them."""
+"""References to blocks, as their pool and its streams know them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,41 @@ from collections.abc import Callable
 from ..errors import ClosedError
 from .context import PoolContext
 
-__all__ = ["Lease"]
+__all__ = ["Loan"]
 
 
-class Lease:
-    """The right to some blocks, from their reservation until no peer and no push can touch them.
+class Loan:
+    """One reference to each of some blocks, from a reservation until no peer and no push needs it any more.
 
-    The user holds it as `Blocks`.  Background work refers to the lease alone, so that the loss of a `Blocks` object is noticed.
+    The user holds it as `Blocks`.  Background work refers to the loan alone, so that the loss of a `Blocks` object is noticed.
 
     :param context: the context of the pool that lends the blocks.
     :param ids: the block ids, in the order of the tokens.
-    :param free: called when the blocks can be lent again.
-    :param quarantine: called when they were given back, but are still held.
+    :param group: the index of the view that the blocks belong to.
+    :param start: the position in the sequence of the first token of the first block.
+    :param free: called when the reference ends.
+    :param quarantine: called when the user gave the blocks back, but they are still held.
     """
 
-    __slots__ = ("_free", "_holds", "_quarantine", "closed", "context", "ids")
+    __slots__ = ("_free", "_holds", "_quarantine", "closed", "context", "group", "ids", "quarantined", "start")
 
     def __init__(
         self,
         context: PoolContext,
         ids: tuple[int, ...],
-        free: Callable[[Lease], None],
-        quarantine: Callable[[Lease], None],
+        group: int,
+        start: int,
+        free: Callable[[Loan], None],
+        quarantine: Callable[[Loan], None],
     ) -> None:
         self.context = context
         self.ids = ids
+        self.group = group
+        self.start = start
         #: True once the user gave the blocks back.
         self.closed = False
+        #: True if they were still held then.
+        self.quarantined = False
         self._free = free
         self._quarantine = quarantine
         self._holds = 0  # incremented by any thread, decremented by the loop: both under the pool's lock
@@ -70,8 +78,8 @@ class Lease:
             if self.closed:
                 return
             self.closed = True
-            idle = self._holds == 0
-        if idle:
-            self._free(self)
-        else:
+            self.quarantined = self._holds > 0
+        if self.quarantined:
             self._quarantine(self)
+        else:
+            self._free(self)

@@ -6,12 +6,14 @@ Both sides compute it from the same shards, so that they need not negotiate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+from ..engine.arguments import positive_number
 from ..errors import LayoutMismatchError
-from .shapes import Group, Shard
+from .shapes import Group, Shard, View, numbers_of
 
-__all__ = ["Share", "senders"]
+__all__ = ["Share", "owed", "senders", "shards"]
 
 
 class Share(NamedTuple):
@@ -23,6 +25,39 @@ class Share(NamedTuple):
     part: int
     #: The heads, by their numbers in the model.
     heads: range
+
+
+def shards(layers: int | Sequence[int], *, ranks: int = 1, stages: int = 1) -> list[Shard]:
+    """Return the shards of a model that is divided evenly: all ranks of the first stage, then all of the second, and so on.
+
+    :param layers: the numbers of the layers, or how many there are.
+    :param ranks: the ranks of the tensor parallelism.
+    :param stages: the stages of the pipeline; stage s of n has the layers from s*L//n up to (s+1)*L//n.
+    :raises InvalidArgumentError: if a number is not positive.
+    """
+    ranks, stages = positive_number("ranks", ranks), positive_number("stages", stages)
+    numbers = numbers_of(layers)
+    cuts = [stage * len(numbers) // stages for stage in range(stages + 1)]
+    return [Shard(rank, ranks, numbers[a:b]) for a, b in pairwise(cuts) for rank in range(ranks)]
+
+
+def owed(sources: Sequence[Shard], targets: Sequence[View]) -> list[dict[int, tuple[Share, ...]]]:
+    """Return what each source sends to a pool: its shares of each layer; an empty dict if it sends nothing.
+
+    :param sources: the shards of the sending side, whose layers are those of all groups.
+    :param targets: the receiver's views, one for each group.
+    :raises LayoutMismatchError: if no source holds a layer, or some heads of it.
+    """
+    found: list[dict[int, tuple[Share, ...]]] = [{} for _ in sources]
+    for view in targets:
+        divided: dict[tuple[Share, ...], dict[int, tuple[Share, ...]]] = {}  # by sender; layers share the tuples
+        for layer, shares in senders(view.group, sources, view.shard).items():
+            if shares not in divided:
+                numbers = {share.sender for share in shares}
+                divided[shares] = {n: tuple(share for share in shares if share.sender == n) for n in numbers}
+            for number, part in divided[shares].items():
+                found[number][layer] = part
+    return found
 
 
 def senders(group: Group, sources: Sequence[Shard], target: Shard) -> Mapping[int, tuple[Share, ...]]:

@@ -10,32 +10,57 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.batch import Batch
 from .context import PoolContext
-from .lease import Lease
-from .protocol import WORD, Ticket
+from .loan import Loan
+from .plan import BlockTable, Plan
+from .protocol import WORD, Slice, pack_word
+from .reshard import Share
 from .states import ProducerState
+from .target import Target
 
 if TYPE_CHECKING:
     from ..core.transfer import Transfer
-    from ..engine.region import RemoteRegion
 
-__all__ = ["Sender"]
+__all__ = ["Aim", "Push", "Sender"]
 
 #: The most bytes of layers in flight, beyond two layers.  Layers in flight share the link, so that a layer lands no later if it
 #: waits for its turn; it suffices to keep the link busy.
 WINDOW = 8 << 20
 
 
-class _Push(NamedTuple):
+class Push(NamedTuple):
+    """Some tokens of a layer, to be sent."""
+
     layer: int
-    ids: tuple[int, ...]
+    source: Loan
+    #: The position of the first token, and the one after the last.
+    first: int
+    last: int
+    #: True if no more tokens of the layer follow.
+    complete: bool
+    #: Tells if the tokens may be read; None: they may.
     question: Callable[[], Any] | None
+
+
+class Aim(NamedTuple):
+    """What a stream sends, and whereto; known once the consumer has accepted the ticket."""
+
+    target: Target
+    #: The consumer's blocks of each group.
+    slices: tuple[Slice, ...]
+    #: What this sender sends of each layer.
+    shares: dict[int, tuple[Share, ...]]
+    #: The row of its words.
+    row: int
+    generation: int
 
 
 class Sender:
     """The sender of a stream's layers: it starts them in the order of the pushes, each once it is ready.
 
+    Of each layer one chunk is in flight at a time, because its word says how many tokens have landed, and drivers may reorder
+    transfers.
+
     :param context: the context of the producer's pool.
-    :param ticket: the ticket that names the consumer's blocks.
     :param state: the stream's state, which records every start, landing and release.
     :param lock: the lock of `state` and of the queue, because any thread may add layers.
     :param landed: called after a landing.
@@ -45,52 +70,47 @@ class Sender:
     def __init__(
         self,
         context: PoolContext,
-        ticket: Ticket,
         state: ProducerState,
         lock: threading.Lock,
         landed: Callable[[], None],
         failed: Callable[[str, BaseException | None], None],
     ) -> None:
         self._context = context
-        self._ticket = ticket
         self._state = state
         self._lock = lock
         self._landed = landed
         self._failed = failed
-        self._remote: RemoteRegion | None = None
-        self._signals: RemoteRegion | None = None
-        self._rows: dict[tuple[int, ...], Any] = {}
-        layout = context.layout
-        self._layer_bytes, self._remote_layer_bytes = (
-            layout.layer_bytes(n) for n in (context.blocks, ticket.pool_blocks)
-        )
-        self._block_bytes = layout.layer_bytes(1)
-        self._transfers: dict[int, Transfer] = {}
+        self._aim: Aim | None = None
+        self._plans: dict[tuple[Loan, int, int, int], Plan] = {}
+        self._transfers: list[tuple[int, Transfer]] = []
         self._in_flight: dict[int, int] = {}  # bytes by layer
-        self._queue: deque[_Push] = deque()
-        self._sources: set[Lease] = set()
+        self._queue: deque[Push] = deque()
+        self._sources: set[Loan] = set()
         self._pump_is_due = False
 
-    def aim(self, remote: RemoteRegion, signals: RemoteRegion) -> None:
-        """Set the target of the layers; before the first `pump`.
+    def aim(self, aim: Aim) -> None:
+        """Set the target of the layers; those that are queued are sent by the next `pump`."""
+        self._aim = aim
 
-        :param remote: the consumer's blocks.
-        :param signals: the consumer's words, one for each block and layer.
-        """
-        self._remote, self._signals = remote, signals
-
-    def add(self, layer: int, source: Lease, question: Callable[[], Any] | None) -> bool:
+    def add(self, push: Push) -> bool:
         """Queue a layer; the caller holds the lock.
 
         :return: True if the caller has to have `pump` called; False if an earlier call has already arranged it.
         :raises ClosedError: if the source blocks were given back.
         """
+        self.hold(push.source)
+        self._queue.append(push)
+        was_due, self._pump_is_due = self._pump_is_due, True
+        return not was_due
+
+    def hold(self, source: Loan) -> None:
+        """Keep source blocks until the stream is drained; the caller holds the lock.
+
+        :raises ClosedError: if they were given back.
+        """
         if source not in self._sources:
             source.hold()
             self._sources.add(source)
-        self._queue.append(_Push(layer, source.ids, question))
-        was_due, self._pump_is_due = self._pump_is_due, True
-        return not was_due
 
     def pump(self) -> None:
         """Start the layers that are ready, and have the poller check the others."""
@@ -102,14 +122,19 @@ class Sender:
         self._context.poller.forget(self._start_ready)
         with self._lock:
             self._queue.clear()
-        for transfer in self._transfers.values():
+        for _, transfer in self._transfers:
             transfer.cancel()
 
     async def drained(self) -> None:
         """Wait until all transfers are drained, then release the source blocks."""
-        for layer, transfer in list(self._transfers.items()):
+        for layer, transfer in self._transfers:
             await transfer.drained()
             self._state.release(layer)
+        self._transfers.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Release the source blocks, which no transfer touches."""
         with self._lock:
             sources, self._sources = self._sources, set()
         for source in sources:
@@ -117,15 +142,21 @@ class Sender:
 
     def _start_ready(self) -> bool:
         """Start the layers that are ready, and return True if the poller has nothing to check."""
+        if self._aim is None:
+            return True  # the opening's end calls this again
         while True:
             with self._lock:
                 self._pump_is_due = False
                 if not self._queue:
                     return True
                 push = self._queue[0]
-            if not self._has_room(push):
-                return True  # the next landing calls this again
+                if not self._state.owes(push.layer):  # another sender brings it, or the consumer does not hold it
+                    self._queue.popleft()
+                    continue
             try:
+                plan = self._plan_of(push, self._aim)
+                if not self._has_room(push, plan):
+                    return True  # the next landing calls this again
                 if push.question is not None and not push.question():
                     return False
                 with self._lock:
@@ -133,56 +164,70 @@ class Sender:
                     if not self._queue or self._queue[0] is not push or not self._state.start(push.layer):
                         continue
                     self._queue.popleft()
-                self._start(push)
-            except Exception as error:
-                self._state.release(push.layer)
+                self._start(push, plan, self._aim)
+            except BaseException as error:
+                # A question of the program may raise anything; only an exit goes on from here.
                 self._failed(f"layer {push.layer} could not be pushed: {type(error).__name__}: {error}", error)
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
                 return True
 
-    def _start(self, push: _Push) -> None:
-        assert self._remote is not None
-        assert self._signals is not None
-        context, ticket, layer = self._context, self._ticket, push.layer
-        local_bytes, remote_bytes = self._layer_bytes, self._remote_layer_bytes
-        batch = Batch(
-            "write",
-            context.region[layer * local_bytes : (layer + 1) * local_bytes],
-            self._remote[layer * remote_bytes : (layer + 1) * remote_bytes],
-            self._rows_of(push.ids),
-        )
-        word = WORD * (ticket.slot * ticket.layers + layer)
-        transfer = context.engine.submit(batch, signal=(self._signals[word : word + WORD], ticket.generation))
-        self._transfers[push.layer] = transfer
+    def _start(self, push: Push, plan: Plan, aim: Aim) -> None:
+        target, tensors = aim.target, self._context.tensors
+        place = WORD * (aim.row * len(target.layers) + target.layers[push.layer])
+        word = pack_word(aim.generation, push.last - aim.slices[push.source.group].first, push.complete)
+        parts = [
+            (tensors[here.tensor][here.offset :], target.tensors[there.tensor][there.offset :], runs)
+            for here, there, runs in plan.layer(push.layer)
+        ]
+        try:
+            batch = Batch.strided("write", parts)
+            transfer = self._context.engine.submit(batch, signal=(target.words[place : place + WORD], word))
+        except BaseException:
+            self._state.release(push.layer)
+            raise
+        self._transfers.append((push.layer, transfer))
         if transfer.done():
-            self._on_done(push.layer, transfer)
+            self._on_done(push, transfer)
         else:
-            self._in_flight[push.layer] = self._size(push)
-            transfer.add_done_callback(partial(self._on_landing, push.layer))
+            self._in_flight[push.layer] = plan.nbytes
+            transfer.add_done_callback(partial(self._on_landing, push))
 
-    def _has_room(self, push: _Push) -> bool:
-        return len(self._in_flight) < 2 or sum(self._in_flight.values()) + self._size(push) <= WINDOW
+    def _has_room(self, push: Push, plan: Plan) -> bool:
+        if not self._in_flight:
+            return True
+        if push.layer in self._in_flight:
+            return False
+        return len(self._in_flight) < 2 or sum(self._in_flight.values()) + plan.nbytes <= WINDOW
 
-    def _size(self, push: _Push) -> int:
-        return len(push.ids) * self._block_bytes
+    def _plan_of(self, push: Push, aim: Aim) -> Plan:
+        """Return the plan of a push: made once for all layers of the same blocks and tokens."""
+        source, shares = push.source, aim.shares[push.layer]
+        key = (source, push.first, push.last, id(shares))  # most layers have the same shares, which the aim keeps
+        plan = self._plans.get(key)
+        if plan is None:
+            theirs = aim.slices[source.group]
+            plan = self._plans[key] = Plan(
+                self._context.views[source.group],
+                aim.target.views[source.group],
+                BlockTable(source.ids, source.start),
+                BlockTable(theirs.blocks, theirs.start),
+                (push.first, push.last),
+                shares,
+            )
+        return plan
 
-    def _rows_of(self, ids: tuple[int, ...]) -> Any:
-        """Return the descriptors of a layer, counted from its start in both pools: the same for every layer."""
-        if ids not in self._rows:
-            ticket, context = self._ticket, self._context
-            self._rows[ids] = context.layout.rows(0, ids, ticket.blocks[: len(ids)], context.blocks, ticket.pool_blocks)
-        return self._rows[ids]
-
-    def _on_landing(self, layer: int, transfer: Transfer) -> None:
-        del self._in_flight[layer]
-        self._on_done(layer, transfer)
+    def _on_landing(self, push: Push, transfer: Transfer) -> None:
+        del self._in_flight[push.layer]
+        self._on_done(push, transfer)
         self.pump()
 
-    def _on_done(self, layer: int, transfer: Transfer) -> None:
+    def _on_done(self, push: Push, transfer: Transfer) -> None:
         if transfer.cancelled():
-            self._failed(f"the transfer of layer {layer} was cancelled", None)
+            self._failed(f"the transfer of layer {push.layer} was cancelled", None)
         elif (error := transfer.exception()) is not None:
-            self._failed(f"the transfer of layer {layer} failed: {error}", error)
+            self._failed(f"the transfer of layer {push.layer} failed: {error}", error)
         else:
             with self._lock:
-                self._state.land(layer)
+                self._state.land(push.layer, push.complete)
             self._landed()

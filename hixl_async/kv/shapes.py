@@ -16,17 +16,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..engine.arguments import positive_number
-from ..errors import InvalidArgumentError
-from .dtypes import ITEM_BYTES, element_type
+from ..engine.arguments import positive_number, whole_number
+from ..errors import InvalidArgumentError, RangeError
+from .dtypes import ITEM_BYTES, element_type, numpy_type, require_numpy
 
-__all__ = ["Group", "Part", "Place", "Shard", "Strides", "View"]
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+__all__ = ["Group", "Part", "Place", "Shard", "Strides", "View", "numbers_of", "overlap"]
 
 #: The axes of a cache: layer, part, block, token, head.
 AXES = "LPBTH"
+
+
+def numbers_of(layers: int | Iterable[int]) -> tuple[int, ...]:
+    """Return the numbers of layers.
+
+    :param layers: the numbers, or how many there are.
+    :raises InvalidArgumentError: if it is neither.
+    """
+    try:
+        given = iter(layers)  # type: ignore[arg-type]
+    except TypeError:
+        return tuple(range(positive_number("layers", layers)))
+    return tuple(whole_number("layers", layer) for layer in given)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -36,7 +53,8 @@ class Part:
     :param name: the name, unique in its group, for example ``"k"``.
     :param heads: the heads of the whole model; 1 if tokens are not divided into heads.
     :param dim: elements per token and head.
-    :param dtype: the element type, as for `Layout`.
+    :param dtype: the element type: a dtype of torch, numpy or ml_dtypes; or its name (``"bfloat16"``, ``"float16"``,
+        ``"float32"``, ``"int8"``, ``"fp8_e4m3"``, ...); or the size of one element in bytes.
     :param replicated: False if tensor parallelism divides the heads among the ranks; True if each rank holds all of them, as
         with the latent of multi-head latent attention.
     :raises InvalidArgumentError: if a number is not a positive integer, or the dtype is not known.
@@ -93,9 +111,9 @@ class Group:
     window: int | None
 
     def __init__(self, layers: int | Iterable[int], parts: Iterable[Part], *, window: int | None = None) -> None:
-        numbers = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
+        numbers = numbers_of(layers)
         pieces = tuple(parts)
-        if not numbers or len(set(numbers)) < len(numbers) or any(type(n) is not int or n < 0 for n in numbers):
+        if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
             raise InvalidArgumentError(f"layers must be different numbers of layers, at least one, not {layers!r}")
         if not pieces or not all(isinstance(part, Part) for part in pieces):
             raise InvalidArgumentError(f"parts must be hixl_async.kv.Part, at least one, not {pieces!r}")
@@ -114,7 +132,7 @@ class Group:
         :param layers: the numbers of the layers in the model, or how many there are.
         :param kv_heads: the key/value heads of the whole model.
         :param head_dim: elements per head.
-        :param dtype: the element type, as for `Layout`.
+        :param dtype: the element type, as for `Part`.
         :param window: the number of last tokens that attention reaches, or None if it reaches all.
         :return: a group with the parts ``"k"`` and ``"v"``.
         """
@@ -127,7 +145,7 @@ class Group:
         :param layers: the numbers of the layers in the model, or how many there are.
         :param latent_dim: elements of the latent per token.
         :param rope_dim: elements of the rotary part per token.
-        :param dtype: the element type, as for `Layout`.
+        :param dtype: the element type, as for `Part`.
         :return: a group with the parts ``"latent"`` and ``"rope"``.
         """
         return cls(
@@ -181,12 +199,12 @@ class Shard:
     layers: tuple[int, ...]
 
     def __init__(self, rank: int, ranks: int, layers: Iterable[int]) -> None:
-        positive_number("ranks", ranks)
-        if type(rank) is not int or not 0 <= rank < ranks:
-            raise InvalidArgumentError(f"rank must be in 0..{ranks - 1}, not {rank!r}")
-        object.__setattr__(self, "rank", rank)
-        object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "layers", tuple(layers))
+        number, count = whole_number("rank", rank), positive_number("ranks", ranks)
+        if not 0 <= number < count:
+            raise InvalidArgumentError(f"rank must be in 0..{count - 1}, not {number}")
+        object.__setattr__(self, "rank", number)
+        object.__setattr__(self, "ranks", count)
+        object.__setattr__(self, "layers", tuple(whole_number("layers", layer) for layer in layers))
 
     def heads(self, part: Part) -> range:
         """Return the heads of a part that the rank holds, by their numbers in the model.
@@ -290,7 +308,7 @@ class View:
     def ordered(
         cls,
         group: Group,
-        order: str,
+        order: str = "LPBTH",
         *,
         blocks: int,
         block_tokens: int,
@@ -343,9 +361,73 @@ class View:
         distances = zip(strides["B"], strides["T"], strides["H"], strict=True)
         return cls(group, shard, blocks, block_tokens, places, [Strides(*steps) for steps in distances])
 
+    def array(self, tensors: Sequence[Any], layer: int, part: str, dtype: Any = None) -> ndarray[Any, Any]:
+        """Return one part of a layer as a numpy array, without a copy.
+
+        :param tensors: the buffers of the tensors.
+        :param layer: the number of the layer.
+        :param part: the name of the part.
+        :param dtype: the numpy dtype of an element; default: that of the part, or an unsigned integer of its size if numpy has
+            no such type.
+        :return: an array of the shape (blocks, block_tokens, heads, dim).
+        :raises RangeError: if the view does not hold the layer.
+        :raises InvalidArgumentError: if there is no such part, or `dtype` has another size.
+        """
+        numpy = require_numpy()
+        names = [one.name for one in self.group.parts]
+        if layer not in self.places:
+            raise RangeError(f"rank {self.shard.rank} of {self.shard.ranks} does not hold layer {layer}")
+        if part not in names:
+            raise InvalidArgumentError(f"part must be one of {', '.join(names)}, not {part!r}")
+        number = names.index(part)
+        ours, place, strides = self.group.parts[number], self.places[layer][number], self.strides[number]
+        element = numpy.dtype(numpy_type(ours.dtype) if dtype is None else dtype)
+        if element.itemsize * ours.dim != ours.item_bytes:
+            raise InvalidArgumentError(f"dtype {dtype!r} has {element.itemsize} bytes; the elements have another size")
+        found: ndarray[Any, Any] = numpy.ndarray(
+            (self.blocks, self.block_tokens, len(self.shard.heads(ours)), ours.dim),
+            element,
+            tensors[place.tensor],
+            place.offset,
+            (strides.block, strides.token, strides.head, element.itemsize),
+        )
+        return found
+
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that hold some tokens; the last one may be partly used.
 
         :param tokens: the number of tokens.
         """
         return -(-positive_number("tokens", tokens) // self.block_tokens)
+
+
+def overlap(one: View, other: View) -> bool:
+    """Return True if different blocks of two views may overlap in tensors that both use.
+
+    :param one: a view.
+    :param other: a view of as many blocks.
+    """
+    if one.blocks == 1:
+        return False
+    ours, theirs = _stretches(one), _stretches(other)
+    return any(
+        step != other_step or not step or 0 < abs(first - other_first) < one.blocks
+        for tensor in ours.keys() & theirs.keys()
+        for (step, first), (other_step, other_first) in product(ours[tensor], theirs[tensor])
+    )
+
+
+def _stretches(view: View) -> dict[int, set[tuple[int, int]]]:
+    """Return where blocks lie in each tensor, if each keeps to stretches of bytes between those of its neighbours.
+
+    :return: for each tensor the stride of a block, and the place of the first block, in strides, of each part of a layer.
+        A stride of 0 says that the blocks of a part lie among each other.
+    """
+    found: dict[int, set[tuple[int, int]]] = {}
+    for places in view.places.values():
+        for part, place, stride in zip(view.group.parts, places, view.strides, strict=True):
+            step = stride.block
+            span = view._span(part, stride) - step * (view.blocks - 1)
+            alone = step > 0 and place.offset % step + span <= step
+            found.setdefault(place.tensor, set()).add((step, place.offset // step) if alone else (0, 0))
+    return found

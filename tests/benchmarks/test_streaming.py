@@ -13,7 +13,7 @@ from rig.carriers import CARRIERS, Load
 from rig.prefill import Course, run_requests
 from rig.shapes import SHAPES
 
-from hixl_async.kv import Layout
+from hixl_async.kv import Group
 
 from .program import report
 
@@ -67,7 +67,7 @@ def test_sweep() -> None:
 
 @pytest.mark.parametrize("name", ["hixl_async", "sockets"])
 async def test_wrong_bytes_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Load(Layout(2, 1, 8, "bfloat16", 4), 8, 1, "asyncio")
+    load = Load(Group.attention(2, 1, 8, "bfloat16"), 4, 8, 1, "asyncio")
     async with CARRIERS[name](load) as carrier:
         (course,) = await run_requests(carrier, 1, 2, 1, 0.001, check=True)
         assert len(course.latencies) == 2
@@ -120,9 +120,9 @@ def test_what_a_course_says() -> None:
 )
 def test_shapes(name: str, ranks: int, token_bytes: int, run_bytes: int) -> None:
     """The sizes are the published ones of these models; every rank holds the whole of a latent."""
-    layout = SHAPES[name].layout(ranks, 16)
-    assert layout.pool_bytes(1) == 16 * token_bytes
-    assert layout.block_bytes == run_bytes
+    load = Load(SHAPES[name].group(ranks), 16, 16, 1, "asyncio")
+    assert load.nbytes == sum(load.view.tensor_bytes) == 16 * token_bytes
+    assert load.block_bytes == run_bytes
 
 
 def test_computing_takes_as_long_as_a_device_would() -> None:

@@ -172,23 +172,24 @@ def test_events_of_other_devices() -> None:
 
 
 async def test_layers_leave_in_the_order_of_their_events(drivers: Any) -> None:
-    layout = kv.Layout(layers=4, kv_heads=2, head_dim=8, dtype="bfloat16", block_tokens=4)
-    size = layout.pool_bytes(8)
+    group = kv.Group.attention(4, kv_heads=2, head_dim=8, dtype="bfloat16")
+    view, small = (kv.View.ordered(group, blocks=blocks, block_tokens=4) for blocks in (8, 4))
+    (size,) = view.tensor_bytes
     source = Tensor(torch.arange(size, dtype=torch.int64).to(torch.uint8))
     target = Tensor(torch.zeros(size, dtype=torch.uint8))
     async with (
         engine_pair(drivers, other=drivers) as pair,
-        kv.Pool(pair.left, layout, blocks=8, name="source", access="none", memory=source) as ours,
-        kv.Pool(pair.right, layout, blocks=8, name="target", memory=target) as theirs,
+        kv.Pool(pair.left, view, name="source", access="none", memory=source) as ours,
+        kv.Pool(pair.right, view, name="target", memory=target) as theirs,
     ):
         events = [Event() for _ in range(4)]
         landed: list[int] = []
         async with theirs.reserve(tokens=20) as blocks, ours.reserve(tokens=20) as mine:
             stream = blocks.stream()
             receiving = asyncio.create_task(_collect(stream, landed))
-            async with ours.open_stream(pair.peer, blocks.ticket()) as out:
+            async with ours.open_stream(pair.peer, stream.ticket()) as out:
                 for layer in range(4):
-                    out.push(layer, mine[layer], ready=events[layer])
+                    out.push(layer, mine, ready=events[layer])
                 await asyncio.sleep(0.01)
                 for layer in (3, 1, 2, 0):
                     events[layer].record()
@@ -201,14 +202,10 @@ async def test_layers_leave_in_the_order_of_their_events(drivers: Any) -> None:
                 await until(lambda: len(landed) == 4)
             await receiving
             assert landed == [0, 1, 2, 3]
-            rows = memoryview(layout.rows(0, mine.ids, blocks.ids, 8, 8)).tolist()
-            layer_bytes = layout.layer_bytes(8)
-            for layer in range(4):
-                for here, there, length in rows:
-                    start, stop = layer * layer_bytes + here, layer * layer_bytes + there
-                    assert torch.equal(source.host[start : start + length], target.host[stop : stop + length])
-        with pytest.raises(RangeError, match="memory has"):
-            kv.Pool(pair.left, layout, blocks=4, name="other", memory=source[:100])
+            sent, arrived = (tensor.host.reshape(4, 2, 8, -1) for tensor in (source, target))
+            assert torch.equal(sent[:, :, list(mine.ids)], arrived[:, :, list(blocks.ids)])
+        with pytest.raises(RangeError, match="memory of region .other. has 100 bytes"):
+            kv.Pool(pair.left, small, name="other", memory=source[:100])
 
 
 async def _collect(stream: Any, landed: list[int]) -> None:

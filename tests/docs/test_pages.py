@@ -16,7 +16,12 @@ from .pages import PAGES, ROOT, Block, blocks
 pytest.importorskip("numpy")
 
 #: Blocks that need an NPU or a cluster: they are compiled, and no more.
-COMPILED_ONLY = {"docs/ascend.md": 2, "docs/guides/containers.md": 1, "docs/migration.md": 2}
+COMPILED_ONLY = {
+    "docs/ascend.md": 2,
+    "docs/guides/containers.md": 1,
+    "docs/guides/from-llm-datadist.md": 2,
+    "docs/migration.md": 2,
+}
 
 NAMES = {str(page.relative_to(ROOT)): page for page in PAGES}
 WITH_CODE = [name for name, page in NAMES.items() if any(block.runs for block in blocks(page))]

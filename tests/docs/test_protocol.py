@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from hixl_async import kv
 from hixl_async.control import ESTABLISHED_LIMIT, MAX_DESCRIPTORS, PROTOCOL_VERSION, codec
 from hixl_async.control.identity import Secret
+from hixl_async.kv.description import describe, describe_groups, fingerprint
 
 from .pages import ROOT, blocks
 
@@ -68,10 +71,78 @@ def test_every_kind_of_message_is_listed() -> None:
     assert sent == set(re.findall(r"^\| `([a-z.]+)` \|", table, re.MULTILINE))
 
 
-def test_messages_of_streams() -> None:
-    part = TEXT.split("## KV streams")[1]
-    for message in (kv.protocol.Open, kv.protocol.End, kv.protocol.Abort):
-        assert message.__name__.lower() in part
-        for field in ("id", "reason", "complete", "generation", "layout", "pool"):
-            if field in message.__dataclass_fields__:
-                assert re.search(rf"{message.__name__.lower()}\s+{{[^}}]*{field}", part)
+# ---- KV streams ------------------------------------------------------------------------------------------------------
+
+STREAMS = TEXT.split("## KV streams")[1]
+GROUP = kv.Group.attention(3, kv_heads=2, head_dim=4, dtype="float16")
+VIEW = kv.View.ordered(GROUP, "L/PBTH", blocks=8, block_tokens=4)
+TICKET = kv.Ticket(
+    id="größe",
+    address="127.0.0.1:1",
+    engine="decode",
+    incarnation="0" * 32,
+    pool="kv",
+    views="9f" * 8,
+    slices=(kv.Slice((5, 0, 3, 2), 0, 3, 15), kv.Slice((7,), 8, 9, 10)),
+    sources=tuple(kv.shards(3, ranks=2)),
+    rows=(4, 9),
+    generation=(1 << 40) - 1,
+    lease=10_000,
+)
+
+
+def table(section: str) -> list[list[str]]:
+    """Return the cells of the first table of a section."""
+    lines = re.findall(r"(?:^\|.*\n)+", TEXT.split(f"{section}\n")[1], re.MULTILINE)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def fields(section: str) -> list[str]:
+    """Return the names in the first column of a section's table."""
+    return sorted(name for first, *_ in table(section) for name in re.findall(r"`(\w+)`", first))
+
+
+def test_fields_of_messages_of_streams() -> None:
+    shard, groups = kv.Shard(0, 1, [0]), describe_groups([GROUP])
+    bodies = {
+        "open": kv.protocol.Open("id", "digest", "pool", 0, (shard, groups)).body(),
+        "end": kv.protocol.End("id", 0, True, "").body(),
+        "decision": kv.protocol.Decision("id", True, "").body(),
+    }
+    listed: dict[str, list[str]] = {}
+    message = ""
+    for first, field, _ in table("## KV streams"):
+        message = first.strip("`") or message
+        listed.setdefault(message, []).append(field.strip("`"))
+    assert {name: sorted(listed["each"] + listed[name]) for name in bodies} == {
+        name: sorted(body) for name, body in bodies.items()
+    }
+    assert all(body["say"] == name for name, body in bodies.items())
+    assert f"up to {kv.protocol.PAYLOAD_BYTES >> 10} KiB" in STREAMS
+
+
+def test_fields_of_tickets_and_views() -> None:
+    assert fields("### Tickets") == sorted(TICKET.body())
+    assert fields("### Views") == sorted(*describe([VIEW]))
+    assert f"| `version` | {TICKET.body()['version']} |" in STREAMS
+
+
+def test_digests_of_tickets_and_fingerprints_of_views(page: dict[str, Any]) -> None:
+    assert page["digest"](TICKET.body()) == TICKET.digest()
+    views = describe([VIEW])
+    assert hashlib.sha256(page["canonical"](views)).hexdigest()[:16] == fingerprint(views)
+
+
+@pytest.mark.parametrize("ids", [(0,), (5, 0, 3, 2), tuple(range(2000)), ((1 << 31) - 1, 0)])
+def test_packed_blocks(page: dict[str, Any], ids: tuple[int, ...]) -> None:
+    ticket = replace(TICKET, slices=(kv.Slice(ids, 0, 0, 1), kv.Slice((7,), 0, 0, 1)))
+    body = ticket.body()
+    assert tuple(page["unpack_blocks"](body["slices"][0][0])) == ids
+    body["slices"][0][0] = page["pack_blocks"](ids)
+    assert kv.Ticket.parse(body) == ticket
+
+
+@pytest.mark.parametrize("parts", [(1, 0, False), (7, 48, True), ((1 << 40) - 1, kv.protocol.LAYER_TOKENS, True)])
+def test_words(page: dict[str, Any], parts: tuple[int, int, bool]) -> None:
+    assert page["pack_word"](*parts) == kv.protocol.pack_word(*parts)
+    assert kv.protocol.parse_word(page["pack_word"](*parts)) == parts

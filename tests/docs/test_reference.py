@@ -14,7 +14,7 @@ from hixl_async import HixlError, RefusedError, TransferError, errors
 
 from .pages import ROOT
 
-MODULES = ("hixl_async", "hixl_async.kv", "hixl_async.testing")
+MODULES = ("hixl_async", "hixl_async.kv", "hixl_async.kv.cache", "hixl_async.testing")
 REFERENCE = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
 
 

@@ -381,8 +381,9 @@ def test_missing_package_says_how_to_get_it(start: Callable[..., Demo], tmp_path
 
 
 def test_a_changed_byte_is_found(start: Callable[..., Demo], altered: Callable[[str, str, str], Path]) -> None:
-    first = "        await stream.layer(0)\n"
-    program = altered("decode.py", first, f"{first}        cache.memory[0, 1, cache.table[0], 0, 0, 0] += 1e-3\n")
+    arrived = "            cache = PagedCache(self.memory, blocks.ids)\n"
+    change = "            cache.memory[0, 1, cache.table[0], 0, 0, 0] += 1e-3\n"
+    program = altered("decode.py", arrived, arrived + change)
     demo = start(*SHORT, program=program)
     assert demo.finish() == 1
     assert "P and D: logits bit-identical: 1 of 3, DIFFERENT from number 2 on\n" in demo.errors

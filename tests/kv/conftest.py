@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 
-from hixl_async.kv import Layout, Pool, sender
+from hixl_async.kv import Blocks, Group, Pool, PushStream, View, sender
 
 from . import fake_engine
 
-LAYOUT = Layout(layers=4, kv_heads=2, head_dim=8, dtype="float16", block_tokens=4)
+LAYERS = 4
+GROUP = Group.attention(LAYERS, kv_heads=2, head_dim=8, dtype="float16")
+VIEW = View.ordered(GROUP, blocks=16, block_tokens=4)
+
+
+def push_all(out: PushStream, source: Blocks, layers: Sequence[int] = range(LAYERS)) -> None:
+    """Push whole layers, in this order."""
+    for layer in layers:
+        out.push(layer, source)
 
 
 @dataclass
@@ -26,19 +34,25 @@ class Pair:
     source: Pool
     target: Pool
 
-    def layer(self, pool: Pool, ids: tuple[int, ...], layer: int) -> bytes:
+    def layer(self, pool: Pool, ids: Sequence[int], layer: int) -> bytes:
         """Return the bytes of one layer of some blocks, keys first."""
-        size = pool.layout.block_bytes
-        starts = [((2 * layer + half) * pool.blocks + block) * size for half in (0, 1) for block in ids]
-        return b"".join(bytes(pool.memory[start : start + size]) for start in starts)
+        return b"".join(pool.array(layer, part)[list(ids)].tobytes() for part in ("k", "v"))
 
-    def fill(self, ids: tuple[int, ...], layer: int, value: int) -> None:
-        """Write one layer of the source blocks."""
-        size = self.source.layout.block_bytes
-        for half in (0, 1):
-            for block in ids:
-                start = ((2 * layer + half) * self.source.blocks + block) * size
-                self.source.memory[start : start + size] = bytes([value + half]) * size
+    def fill(self, ids: Sequence[int], layer: int, value: int) -> None:
+        """Set all bytes of one layer of the source blocks: the keys to `value`, the values to the next one."""
+        for number, part in enumerate(("k", "v")):
+            self.source.array(layer, part, "uint16")[list(ids)] = (value + number) * 257
+
+
+async def close(*pools: Pool) -> None:
+    """Close pools, and check that nothing of them is left."""
+    await asyncio.gather(*(pool.aclose(timeout=1) for pool in pools))
+    for pool in pools:
+        assert pool.statistics() == (pool.blocks, 0, 0, 0)
+        assert not pool._registry.incoming
+        assert not pool._registry.outgoing
+        assert not pool._registry.producers
+        assert pool._context.tasks == 0
 
 
 @pytest.fixture
@@ -46,20 +60,16 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     monkeypatch.setattr(sender, "Batch", fake_engine.Batch)
     p, d = fake_engine.Engine("p"), fake_engine.Engine("d")
     to_d, to_p = fake_engine.connect(p, d)
-    source = Pool(p, LAYOUT, blocks=16, name="prefill", access="none", shuffle=1)
-    target = Pool(d, LAYOUT, blocks=16, name="kv", shuffle=2)
+    source = Pool(p, VIEW, name="prefill", access="none", shuffle=1)
+    target = Pool(d, VIEW, name="kv", shuffle=2)
     pair = Pair(p, d, to_d, to_p, source, target)
     yield pair
     to_d.resume(), to_p.resume()
     for transfer in p.transfers:
         transfer.release()
-    await asyncio.gather(source.aclose(timeout=1), target.aclose(timeout=1))
-    for pool in (source, target):
-        free, reserved, quarantined, waiting = pool.statistics()
-        assert (free, reserved, quarantined, waiting) == (pool.blocks, 0, 0, 0)
-        assert not pool._registry.incoming
-        assert not pool._registry.outgoing
-        assert pool._context.tasks == 0
+    await close(source, target)
     assert not to_d.losses
     assert not to_p.losses
     assert not to_p.signals
+    assert not to_d.heartbeats
+    assert not to_p.heartbeats

@@ -33,9 +33,9 @@ _numbers = itertools.count(1)
 class Range(NamedTuple):
     """A slice of a region, as far as batches and signals need it."""
 
-    owner: Any
     memory: Region
     start: int
+    peer: Peer | None = None
 
 
 class Region(bytearray):
@@ -44,8 +44,12 @@ class Region(bytearray):
         self.name, self.size, self.closed = name, size, False
 
     def __getitem__(self, key: slice) -> Range:  # type: ignore[override]
-        assert 0 <= key.start < key.stop <= self.size
-        return Range(self, self, key.start)
+        assert 0 <= key.start < self.size
+        return Range(self, key.start)
+
+    @property
+    def alive(self) -> bool:
+        return not self.closed
 
     def revoke(self) -> None:
         self.closed = True
@@ -58,15 +62,56 @@ class RemoteRegion:
     def __init__(self, region: Region, peer: Peer) -> None:
         self.region, self.peer, self.name, self.size = region, peer, region.name, region.size
 
+    @property
+    def alive(self) -> bool:
+        return self.region.alive
+
     def __getitem__(self, key: slice) -> Range:
-        assert 0 <= key.start < key.stop <= self.size
-        return Range(self, self.region, key.start)
+        assert 0 <= key.start < self.size
+        return Range(self.region, key.start, self.peer)
+
+
+class Copy(NamedTuple):
+    """One copy of a batch."""
+
+    local: Region
+    source: int
+    remote: Region
+    target: int
+    length: int
 
 
 class Batch:
-    def __init__(self, verb: str, local: Range, remote: Range, rows: Any) -> None:
+    """The copies of a write, from regions of one engine to those of one peer."""
+
+    def __init__(self, peer: Peer, copies: list[Copy]) -> None:
+        self.peer, self.copies = peer, copies
+
+    @classmethod
+    def strided(cls, verb: str, parts: list[tuple[Range, Range, Any]]) -> Batch:
         assert verb == "write"
-        self.local, self.remote, self.rows = local, remote, memoryview(rows).tolist()
+        (peer,) = {remote.peer for _, remote, _ in parts}
+        copies = [
+            Copy(
+                local.memory,
+                local.start + source + step * stride,
+                remote.memory,
+                remote.start + target + step * far,
+                length,
+            )
+            for local, remote, runs in parts
+            for source, stride, target, far, length, count in memoryview(runs).tolist()
+            for step in range(count)
+        ]
+        assert copies
+        assert all(copy.source + copy.length <= copy.local.size for copy in copies)
+        assert all(copy.target + copy.length <= copy.remote.size for copy in copies)
+        assert peer is not None
+        return cls(peer, copies)
+
+    @property
+    def closed(self) -> bool:
+        return any(copy.local.closed for copy in self.copies)
 
 
 class Transfer(asyncio.Future):
@@ -78,15 +123,14 @@ class Transfer(asyncio.Future):
         self.released = engine.loop.create_future()
 
     def write(self) -> None:
-        local, remote = memoryview(self.batch.local.memory), memoryview(self.batch.remote.memory)
-        for source, target, length in self.batch.rows:
-            source, target = source + self.batch.local.start, target + self.batch.remote.start
-            remote[target : target + length] = local[source : source + length]
+        for copy in self.batch.copies:
+            data = memoryview(copy.local)[copy.source : copy.source + copy.length]
+            memoryview(copy.remote)[copy.target : copy.target + copy.length] = data
 
     def land(self) -> None:
         self.write()
         self.store()
-        self.batch.remote.owner.peer.other.signalled()
+        self.batch.peer.other.signalled()
         if not self.done():
             self.set_result(None)
 
@@ -124,6 +168,8 @@ class Peer:
         self.calls: dict[int, asyncio.Future[Any]] = {}
         self.harmless = asyncio.Event()
         self.sent: list[dict[str, Any]] = []
+        self.last_message = self.loop.time()
+        self.heartbeats: list[float] = []
 
     # ---- used by kv ----
 
@@ -164,6 +210,18 @@ class Peer:
 
     async def fenced(self) -> None:
         await self.harmless.wait()
+
+    # No messages but those of the test: who is silent here is silent.
+
+    @property
+    def heard_at(self) -> float:
+        return self.last_message
+
+    def begin_heartbeats(self, interval: float) -> None:
+        self.heartbeats.append(interval)
+
+    def end_heartbeats(self, interval: float) -> None:
+        self.heartbeats.remove(interval)
 
     # ---- used by tests ----
 
@@ -206,6 +264,7 @@ class Peer:
 
     def _deliver(self) -> None:
         while self.running and self.queue:
+            self.last_message = self.loop.time()
             self.queue.popleft()()
 
     def _handle(self, service: str, body: dict[str, Any], number: int | None) -> None:
@@ -266,10 +325,9 @@ class Engine:
         del self.handlers[service]
 
     def submit(self, batch: Batch, *, signal: Any = None) -> Transfer:
-        peer = batch.remote.owner.peer
-        if peer.error is not None:
+        if batch.peer.error is not None:
             raise PeerDownError("the peer is lost")
-        if batch.local.memory.closed:
+        if batch.closed:
             raise ClosedError("region closed")
         transfer = Transfer(self, batch, signal)
         self.transfers.append(transfer)

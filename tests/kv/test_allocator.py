@@ -2,90 +2,193 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hixl_async.kv.allocator import Allocator, BlockState, Request
+from hixl_async.kv.allocator import Allocator, Request
 
-BLOCKS = 10
+BLOCKS = 8
+COUNTS = st.integers(1, BLOCKS)
+PRIORITIES = st.integers(-1, 1)
 
 
-class Lending(RuleBasedStateMachine):
-    """Random requests, withdrawals, quarantines and returns, against the obvious model."""
+class Allocation(RuleBasedStateMachine):
+    """Random requests, withdrawals, shares, quarantines and returns: two bags of references, and a queue."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.allocator = Allocator(BLOCKS)
-        self.queue: list[Request] = []
-        self.held: list[Request] = []
-        self.quarantined: list[Request] = []
+    @initialize(order=st.none() | st.permutations(range(BLOCKS)))
+    def begin(self, order: list[int] | None) -> None:
+        self.allocator = Allocator(BLOCKS, order)
+        self.order = order or list(range(BLOCKS))
+        #: The requests that wait, with their priorities, in the order in which they came.
+        self.queue: list[tuple[int, Request]] = []
+        self.granted: list[Request] = []  # of which nothing was given back
+        self.open: Counter[int] = Counter()
+        self.held: Counter[int] = Counter()
 
-    def granted(self, requests: list[Request]) -> None:
-        for request in requests:
-            assert request is self.queue.pop(0), "granted out of order"
-            self.held.append(request)
+    @property
+    def free(self) -> list[int]:
+        return [block for block in self.order if not self.open[block] and not self.held[block]]
 
-    @rule(count=st.integers(1, BLOCKS))
-    def request(self, count: int) -> None:
-        request = self.allocator.request(count)
-        (self.held if request.ids else self.queue).append(request)
+    def lend(self, request: Request) -> None:
+        assert request.ids == tuple(self.free[: request.count]), "a block was lent while referenced, or out of order"
+        self.open.update(request.ids)
+        self.granted.append(request)
 
-    @rule(count=st.integers(1, BLOCKS))
-    def request_now(self, count: int) -> None:
-        request = self.allocator.request_now(count)
-        if request is None:
-            assert self.queue or count > self.allocator.count(BlockState.FREE)
+    def wake(self, woken: list[Request]) -> None:
+        """Check which requests a return of blocks has granted."""
+        due = []
+        for _, request in sorted(self.queue, key=lambda entry: -entry[0]):  # a stable sort
+            if request.count > len(self.free):
+                break
+            due.append(request)
+            self.lend(request)
+        assert woken == due
+        self.queue = [entry for entry in self.queue if entry[1] not in due]
+
+    def some(self, data: st.DataObject, references: Counter[int]) -> list[int]:
+        """Draw some references, of a block perhaps several."""
+        return data.draw(st.permutations(list(references.elements())).flatmap(_beginnings))
+
+    # ---- requests ----
+
+    @rule(count=COUNTS, priority=PRIORITIES)
+    def request(self, count: int, priority: int) -> None:
+        goes_first = all(other < priority for other, _ in self.queue)
+        fits = count <= len(self.free)
+        request = self.allocator.request(count, priority)
+        if goes_first and fits:
+            self.lend(request)
         else:
-            self.held.append(request)
+            assert request.ids == ()
+            self.queue.append((priority, request))
+
+    @rule(count=COUNTS, priority=PRIORITIES)
+    def request_now(self, count: int, priority: int) -> None:
+        goes_first = all(other < priority for other, _ in self.queue)
+        fits = count <= len(self.free)
+        request = self.allocator.request_now(count, priority)
+        assert (request is not None) == (goes_first and fits)
+        if request is not None:
+            self.lend(request)
 
     @precondition(lambda self: self.queue)
     @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        request = self.queue.pop(data.draw(st.integers(0, len(self.queue) - 1)))
-        self.granted(self.allocator.withdraw(request))
+    def withdraw_one_that_waits(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.queue))
+        self.queue.remove(entry)
+        self.wake(self.allocator.withdraw(entry[1]))
+        assert entry[1].ids == ()
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def withdraw_one_that_was_granted(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.granted))
+        self.forget(request.ids)
+        self.open -= Counter(request.ids)
+        woken = self.allocator.withdraw(request)
+        assert request.ids == ()
+        self.wake(woken)
+        assert self.allocator.withdraw(request) == [], "a second time it gave something back"
+
+    def forget(self, ids: list[int] | tuple[int, ...]) -> None:
+        """Remember that references of some requests are gone, or shared, so that they cannot be withdrawn."""
+        self.granted = [request for request in self.granted if not set(ids) & set(request.ids)]
+
+    # ---- references ----
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.open)), max_size=BLOCKS))
+        self.allocator.share(ids)
+        self.open.update(ids)
+        assert self.allocator.shared(sorted(self.open)) == [
+            block for block in sorted(self.open) if self.open[block] > 1
+        ]
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        ids = self.some(data, self.open)
+        self.forget(ids)
+        self.open -= Counter(ids)
+        self.wake(self.allocator.release(ids))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        ids = self.some(data, self.open)
+        self.forget(ids)
+        self.open -= Counter(ids)
+        self.held.update(ids)
+        self.allocator.quarantine(ids)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), how=st.sampled_from(["release", "withdraw", "quarantine"]))
-    def give_back(self, data: st.DataObject, how: str) -> None:
-        request = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        if how == "quarantine":
-            self.allocator.quarantine(request.ids)
-            self.quarantined.append(request)
-        else:
-            self.granted(self.allocator.release(request.ids) if how == "release" else self.allocator.withdraw(request))
+    @rule(data=st.data())
+    def release_held(self, data: st.DataObject) -> None:
+        ids = self.some(data, self.held)
+        self.held -= Counter(ids)
+        self.wake(self.allocator.release_held(ids))
 
-    @precondition(lambda self: self.quarantined)
-    @rule()
-    def fence(self) -> None:
-        self.granted(self.allocator.release(self.quarantined.pop().ids))
+    # ---- what always holds ----
 
     @invariant()
-    def nothing_is_lent_twice_and_no_request_waits_in_vain(self) -> None:
-        lent = [block for request in self.held + self.quarantined for block in request.ids]
-        assert len(set(lent)) == len(lent)
-        assert all(len(request.ids) == request.count for request in self.held)
-        counts = [self.allocator.count(state) for state in BlockState]
-        quarantined = sum(len(request.ids) for request in self.quarantined)
-        assert counts == [BLOCKS - len(lent), len(lent) - quarantined, quarantined]
+    def the_counts_are_those_of_the_references(self) -> None:
+        quarantined = [block for block in self.held if not self.open[block]]
+        assert (self.allocator.reserved, self.allocator.quarantined) == (len(+self.open), len(quarantined))
+        assert self.allocator.free == len(self.free)
+        assert self.allocator.free + self.allocator.reserved + self.allocator.quarantined == BLOCKS
         assert self.allocator.waiting == len(self.queue)
+
+    @invariant()
+    def no_request_waits_in_vain(self) -> None:
         if self.queue:
-            assert self.queue[0].count > counts[0]
+            _, first = max(self.queue, key=lambda entry: entry[0])  # of equal ones the first
+            assert first.count > self.allocator.free
+
+    def teardown(self) -> None:
+        """Everything that is given back can be lent again."""
+        if not hasattr(self, "allocator"):
+            return
+        while self.queue:
+            self.wake(self.allocator.withdraw(self.queue.pop()[1]))
+        assert self.allocator.release(list(self.open.elements())) == []
+        assert self.allocator.release_held(list(self.held.elements())) == []
+        assert self.allocator.request(BLOCKS).ids == tuple(self.order)
 
 
-TestLending = Lending.TestCase
-TestLending.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+def _beginnings(items: list[int]) -> st.SearchStrategy[list[int]]:
+    return st.integers(1, len(items)).map(lambda length: items[:length])
+
+
+TestAllocation = Allocation.TestCase
+TestAllocation.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 def test_a_small_request_does_not_overtake() -> None:
     allocator = Allocator(4)
-    held = allocator.request(3)
+    lent = allocator.request(3)
     large, small = allocator.request(2), allocator.request(1)
     assert not large.ids
     assert not small.ids
     assert allocator.request_now(1) is None
-    assert allocator.release(held.ids) == [large, small]
+    assert allocator.release(lent.ids) == [large, small]
+
+
+def test_a_higher_priority_overtakes_those_that_wait() -> None:
+    allocator = Allocator(4)
+    lent = allocator.request(3)
+    low, high = allocator.request(2, priority=-5), allocator.request(2, priority=7)
+    assert allocator.request_now(1, priority=7) is None
+    urgent = allocator.request_now(1, priority=8)
+    assert urgent is not None
+    assert allocator.release(lent.ids[:1]) == []
+    assert allocator.release(lent.ids[1:2]) == [high]
+    assert allocator.release(urgent.ids + lent.ids[2:]) == [low]
 
 
 def test_cancelling_the_first_lets_the_next_go() -> None:
@@ -106,14 +209,36 @@ def test_blocks_that_were_never_lent_cost_nothing() -> None:
     allocator.release(first.ids[1:])
     assert second.ids == (3, 4)
     assert allocator.request(4).ids == (1, 2, 5, 6)
-    assert allocator.count(BlockState.FREE) == (1 << 60) - 7
+    assert allocator.free == (1 << 60) - 7
 
 
-def test_a_block_cannot_come_back_twice() -> None:
+def test_a_block_is_free_once_it_has_neither_kind_of_reference() -> None:
+    allocator = Allocator(1)
+    ids = allocator.request(1).ids
+    waiting = allocator.request(1)
+    allocator.share(ids)
+    allocator.quarantine(ids)
+    assert (allocator.reserved, allocator.quarantined) == (1, 0)
+    assert allocator.release(ids) == []
+    assert (allocator.reserved, allocator.quarantined) == (0, 1)
+    assert allocator.release_held(ids) == [waiting]
+
+
+def test_a_reference_cannot_come_back_twice() -> None:
     allocator = Allocator(2)
     ids = allocator.request(1).ids
-    allocator.release(ids)
-    with pytest.raises(AssertionError, match="block 0 is FREE"):
-        allocator.release(ids)
-    with pytest.raises(AssertionError, match="block 0 is FREE"):
-        allocator.quarantine(ids)
+    allocator.quarantine(ids)
+    for drop in (allocator.release, allocator.quarantine):
+        with pytest.raises(AssertionError, match="block 0 was given back twice"):
+            drop(ids)
+    allocator.release_held(ids)
+    with pytest.raises(AssertionError, match="block 0 was given back twice"):
+        allocator.release_held(ids)
+
+
+def test_only_reserved_blocks_are_shared() -> None:
+    allocator = Allocator(2)
+    ids = allocator.request(1).ids
+    allocator.quarantine(ids)
+    with pytest.raises(AssertionError, match="block 0 is not reserved"):
+        allocator.share(ids)

@@ -12,8 +12,9 @@ import pytest
 import hixl_async as hx
 from hixl_async.testing import FaultPlan, engine_pair, faulty
 
-LAYOUT = hx.kv.Layout(layers=6, kv_heads=2, head_dim=64, dtype="float16", block_tokens=16)
-BLOCKS = 48
+LAYERS, BLOCKS = 6, 48
+GROUP = hx.kv.Group.attention(LAYERS, kv_heads=2, head_dim=128, dtype="uint8")
+VIEW = hx.kv.View.ordered(GROUP, blocks=BLOCKS, block_tokens=16)
 
 
 class Scene(NamedTuple):
@@ -30,8 +31,8 @@ async def scene() -> AsyncIterator[Scene]:
     plan = FaultPlan(seed=11)
     async with (
         engine_pair(drivers=faulty("shm", plan)) as pair,
-        hx.kv.Pool(pair.left, LAYOUT, blocks=BLOCKS, access="none", shuffle=1) as source,
-        hx.kv.Pool(pair.right, LAYOUT, blocks=BLOCKS, shuffle=2) as target,
+        hx.kv.Pool(pair.left, VIEW, access="none", shuffle=1) as source,
+        hx.kv.Pool(pair.right, VIEW, shuffle=2) as target,
     ):
         yield Scene(plan, source, target, pair.peer)
         plan.clear()
@@ -41,7 +42,8 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 def array(pool: hx.kv.Pool) -> numpy.ndarray[Any, Any]:
-    return pool.region.numpy("uint8", (LAYOUT.layers, 2, BLOCKS, LAYOUT.block_bytes))
+    """Return a pool as an array: layer, keys or values, block, bytes."""
+    return numpy.frombuffer(memoryview(pool.regions[0]), "uint8").reshape(LAYERS, 2, BLOCKS, -1)
 
 
 async def test_late_writes_reach_no_blocks_of_other_requests(scene: Scene) -> None:
@@ -49,10 +51,11 @@ async def test_late_writes_reach_no_blocks_of_other_requests(scene: Scene) -> No
     array(scene.source)[:] = 1
     source = await scene.source.reserve(blocks=8)
     async with scene.target.reserve(blocks=8) as blocks:
-        out = await scene.source.open_stream(scene.peer, blocks.ticket())
-        for layer in range(LAYOUT.layers):
-            out.push(layer, source[layer], ready=(lambda: False) if layer > 2 else None)
-        await blocks.stream().abort("the client went away")
+        stream = blocks.stream()
+        out = await scene.source.open_stream(scene.peer, stream.ticket())
+        for layer in range(LAYERS):
+            out.push(layer, source, ready=(lambda: False) if layer > 2 else None)
+        await stream.abort("the client went away")
     assert scene.target.statistics() == (BLOCKS - 8, 0, 8, 0)
     everything = asyncio.ensure_future(scene.target.reserve(blocks=BLOCKS))
     with pytest.raises(TimeoutError):
@@ -60,13 +63,13 @@ async def test_late_writes_reach_no_blocks_of_other_requests(scene: Scene) -> No
     await source.aclose()
     assert scene.source.statistics().quarantined == 8
     scene.plan.release()
-    await asyncio.wait_for(blocks.fenced(), 5)
+    await asyncio.wait_for(stream.drained(), 5)
     async with asyncio.timeout(5):
         mine = await everything
     assert scene.plan.counts.landed_late == 3
     array(scene.target)[:] = 2
     with pytest.raises(hx.StreamAbortedError, match="client went away"):
-        await out.finished()
+        await out.finish()
     assert (array(scene.target) == 2).all()
     await mine.aclose()
 
@@ -77,10 +80,11 @@ async def test_a_layer_is_complete_when_it_lands(scene: Scene) -> None:
     async def request(number: int) -> None:
         async with scene.target.reserve(blocks=3) as blocks, scene.source.reserve(blocks=3) as source:
             array(scene.source)[:, :, source.ids] = number
-            async with scene.source.open_stream(scene.peer, blocks.ticket()) as out:
-                for layer in range(LAYOUT.layers):
-                    out.push(layer, source[layer])
-                async for layer in blocks.stream():
+            stream = blocks.stream()
+            async with scene.source.open_stream(scene.peer, stream.ticket()) as out:
+                for layer in range(LAYERS):
+                    out.push(layer, source)
+                async for layer in stream:
                     assert (array(scene.target)[layer, :, blocks.ids] == number).all()
 
     async with asyncio.timeout(30):
@@ -90,41 +94,44 @@ async def test_a_layer_is_complete_when_it_lands(scene: Scene) -> None:
 async def test_a_failed_transfer_aborts_both_sides(scene: Scene) -> None:
     scene.plan.fail("system", native=5, nth=3, verb="write")
     async with scene.target.reserve(blocks=4) as blocks, scene.source.reserve(blocks=4) as source:
-        out = await scene.source.open_stream(scene.peer, blocks.ticket())
+        stream = blocks.stream()
+        out = await scene.source.open_stream(scene.peer, stream.ticket())
         for layer in range(3):
-            out.push(layer, source[layer])
+            out.push(layer, source)
         with pytest.raises(hx.StreamAbortedError, match="layer 2 failed") as caught:
-            await out.finished()
+            await out.finish()
         assert isinstance(caught.value.__cause__, hx.TransferError)
         with pytest.raises(hx.StreamAbortedError, match="layer 2 failed"):
-            await blocks.stream().finished()
-        await blocks.fenced()
-        await blocks.stream().layer(1)
+            await stream.finished()
+        await stream.drained()
+        await stream.layer(1)
         with pytest.raises(hx.StreamAbortedError):
-            blocks.stream().check(2)
+            stream.check(2)
 
 
 async def test_a_full_queue_of_the_driver_aborts(scene: Scene) -> None:
     scene.plan.busy(nth=1)
     async with scene.target.reserve(blocks=4) as blocks, scene.source.reserve(blocks=4) as source:
-        out = await scene.source.open_stream(scene.peer, blocks.ticket())
-        out.push(0, source[0])
+        stream = blocks.stream()
+        out = await scene.source.open_stream(scene.peer, stream.ticket())
+        out.push(0, source)
         with pytest.raises(hx.StreamAbortedError, match="BusyError"):
-            await out.finished()
-        await blocks.fenced()
+            await out.finish()
+        await stream.drained()
 
 
 async def test_a_broken_link_ends_both_sides(scene: Scene) -> None:
     scene.plan.drop_peer(nth=2)
     async with scene.target.reserve(blocks=4) as blocks, scene.source.reserve(blocks=4) as source:
-        out = await scene.source.open_stream(scene.peer, blocks.ticket())
+        stream = blocks.stream()
+        out = await scene.source.open_stream(scene.peer, stream.ticket())
         for layer in range(2):
-            out.push(layer, source[layer])
+            out.push(layer, source)
         async with asyncio.timeout(2):
             with pytest.raises((hx.PeerLostError, hx.StreamAbortedError)):
-                await out.finished()
+                await out.finish()
             with pytest.raises((hx.PeerLostError, hx.StreamAbortedError)):
-                await blocks.stream().finished()
+                await stream.finished()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -136,19 +143,20 @@ async def test_random_faults_and_aborts_leave_no_block_behind(scene: Scene, seed
         abort = random.integers(0, 3)
         async with scene.source.reserve(blocks=3) as source, scene.target.reserve(blocks=3) as blocks:
             array(scene.source)[:, :, source.ids] = number
-            out = await scene.source.open_stream(scene.peer, blocks.ticket())
+            stream = blocks.stream()
+            out = await scene.source.open_stream(scene.peer, stream.ticket())
             try:
-                for layer in range(LAYOUT.layers):
-                    out.push(layer, source[layer])
+                for layer in range(LAYERS):
+                    out.push(layer, source)
                     await asyncio.sleep(random.uniform(0, 0.002))
                     if abort and random.random() < 0.1:
-                        await (out.abort() if abort == 1 else blocks.stream().abort())
+                        await (out.abort() if abort == 1 else stream.abort())
             except hx.StreamAbortedError:
                 pass
-            async for layer in _until_failure(blocks.stream()):
+            async for layer in _until_failure(stream):
                 assert (array(scene.target)[layer, :, blocks.ids] == number).all()
             await out.aclose()
-            ours, theirs = blocks.stream().outcome, out.outcome
+            ours, theirs = stream.outcome, out.outcome
             assert ours is not None
             assert theirs is not None
             assert ours.verdict is theirs.verdict

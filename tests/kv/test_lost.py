@@ -15,7 +15,7 @@ from passes import settle
 from hixl_async.errors import ClosedError, StreamAbortedError
 from hixl_async.kv import Outcome, Pool, Reservation, Verdict
 
-from .conftest import LAYOUT, Pair
+from .conftest import LAYERS, VIEW, Pair, push_all
 
 
 @contextmanager
@@ -79,8 +79,8 @@ async def test_lost_blocks_are_quarantined_while_a_peer_may_write_them(pair: Pai
     pair.p.hold = True
     async with pair.source.reserve(blocks=2) as source:
         blocks = await pair.target.reserve(blocks=2)
-        out = await pair.source.open_stream(pair.to_d, blocks.ticket())
-        out.push(0, source[0])
+        out = await pair.source.open_stream(pair.to_d, blocks.stream().ticket())
+        out.push(0, source)
         with lost("pool 'kv'"):
             del blocks
         await settle()
@@ -88,7 +88,7 @@ async def test_lost_blocks_are_quarantined_while_a_peer_may_write_them(pair: Pai
         pair.p.transfers[0].land()
         pair.p.transfers[0].release()
         with pytest.raises(StreamAbortedError, match="the consumer lost its blocks"):
-            await out.finished()
+            await out.finish()
         await settle()
         assert pair.target.statistics() == (16, 0, 0, 0)
 
@@ -111,11 +111,12 @@ async def test_a_stream_keeps_its_blocks(pair: Pair) -> None:
 async def test_lost_source_blocks_stay_until_their_pushes_are_drained(pair: Pair) -> None:
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks:
-        out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+        stream = blocks.stream()
+        out = await pair.source.open_stream(pair.to_d, stream.ticket())
         source = await pair.source.reserve(blocks=2)
-        for layer in range(LAYOUT.layers):
+        for layer in range(LAYERS):
             pair.fill(source.ids, layer, 5)
-            out.push(layer, source[layer])
+        push_all(out, source)
         with lost("pool 'prefill'"):
             del source
         await settle()
@@ -123,7 +124,7 @@ async def test_lost_source_blocks_stay_until_their_pushes_are_drained(pair: Pair
         for transfer in pair.p.transfers:
             transfer.land()
             transfer.release()
-        await out.finished()
+        await out.finish()
         assert pair.source.statistics() == (16, 0, 0, 0)
         assert pair.layer(pair.target, blocks.ids[:1], 3)[0] == 5
 
@@ -142,10 +143,10 @@ async def test_blocks_that_were_closed_are_not_lost(pair: Pair) -> None:
     with quiet():
         for _ in range(2):
             blocks = await pair.target.reserve(blocks=2)
-            blocks.ticket()
+            blocks.stream()
             await blocks.aclose()
             del blocks
-        other = Pool(pair.d, LAYOUT, blocks=4, name="other")
+        other = Pool(pair.d, VIEW, name="other")
         blocks = await other.reserve(blocks=2)
         await other.aclose()
         del blocks, other
@@ -153,51 +154,62 @@ async def test_blocks_that_were_closed_are_not_lost(pair: Pair) -> None:
 
 async def test_a_lost_push_stream_is_aborted(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
-        out = await pair.source.open_stream(pair.to_d, blocks.ticket())
-        out.push(0, source[0])
+        stream = blocks.stream()
+        out = await pair.source.open_stream(pair.to_d, stream.ticket())
+        out.push(0, source)
         with lost("1 of 4 layers to 'd'", "async with pool.open_stream"):
             del out
         with pytest.raises(StreamAbortedError, match="the producer lost its stream"):
-            await blocks.stream().finished()
-        await blocks.fenced()
+            await stream.finished()
+        await stream.drained()
+
+
+async def test_a_push_stream_that_is_lost_while_it_opens_is_aborted(pair: Pair) -> None:
+    async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        stream = blocks.stream()
+        with lost("1 of 4 layers to 'd'", "async with pool.open_stream"):
+            pair.source.open_stream(pair.to_d, stream.ticket()).push(0, source)
+        with pytest.raises(StreamAbortedError, match="the producer lost its stream .* after 1 of 4 layers"):
+            await stream.finished()
+        await stream.drained()
+    assert pair.p.transfers == []
 
 
 async def test_a_push_stream_with_all_layers_ends_by_itself(pair: Pair) -> None:
     pair.p.hold = True
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
+        stream = blocks.stream()
         with quiet():
-            pair.source.open_stream(pair.to_d, blocks.ticket())
-            out = await pair.source.open_stream(pair.to_d, blocks.ticket())
-            for layer in range(LAYOUT.layers):
-                out.push(layer, source[layer])
+            out = await pair.source.open_stream(pair.to_d, stream.ticket())
+            push_all(out, source)
             del out
-        for number in range(LAYOUT.layers):
+        for number in range(LAYERS):
             pair.p.transfers[number].land()
             pair.p.transfers[number].release()
-        await blocks.stream().finished()
+        await stream.finished()
 
 
 async def test_a_lost_pool_is_closed(pair: Pair) -> None:
-    pool = Pool(pair.d, LAYOUT, blocks=4, name="other")
-    with lost("<Pool 'other' of 4 blocks", "async with Pool"):
+    pool = Pool(pair.d, VIEW, name="other")
+    with lost("<Pool 'other' of 16 blocks", "async with Pool"):
         del pool
     await settle()
     assert "kv/other" not in pair.d.handlers
     assert pair.d.regions["other"].closed
-    assert pair.d.regions["other.signals"].closed
+    assert pair.d.regions["other.words"].closed
 
 
 async def test_a_pool_lives_as_long_as_its_blocks_and_streams(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as target:
-        pool = Pool(pair.p, LAYOUT, blocks=4, name="other")
+        stream = target.stream()
+        pool = Pool(pair.p, VIEW, name="other")
         with quiet():
             blocks = await pool.reserve(blocks=2)
-            out = pool.open_stream(pair.to_d, target.ticket())
+            out = pool.open_stream(pair.to_d, stream.ticket())
             del pool
             gc.collect()
             async with out:
-                for layer in range(LAYOUT.layers):
-                    out.push(layer, blocks[layer])
+                push_all(out, blocks)
             await blocks.aclose()
         with lost("'other'"):
             del blocks, out
@@ -207,7 +219,7 @@ async def test_a_pool_lives_as_long_as_its_blocks_and_streams(pair: Pair) -> Non
 
 async def test_a_pool_that_could_not_be_made_is_not_lost(pair: Pair) -> None:
     with quiet(), pytest.raises(Exception, match="exists"):
-        Pool(pair.d, LAYOUT, blocks=4, name="kv")
+        Pool(pair.d, VIEW, name="kv")
 
 
 # ---- closing begins at the call ----
@@ -219,11 +231,11 @@ async def test_blocks_close_at_the_call(pair: Pair) -> None:
         blocks.aclose()
         assert pair.target.statistics() == (16, 0, 0, 0)
         with pytest.raises(ClosedError):
-            blocks.ticket()
+            blocks.stream()
 
 
 async def test_a_pool_closes_at_the_call(pair: Pair) -> None:
-    pool = Pool(pair.d, LAYOUT, blocks=4, name="other")
+    pool = Pool(pair.d, VIEW, name="other")
     with quiet():
         pool.aclose()
         assert pool.closed
@@ -236,24 +248,26 @@ async def test_a_pool_closes_at_the_call(pair: Pair) -> None:
 
 async def test_a_push_stream_closes_at_the_call(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
-        out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+        stream = blocks.stream()
+        out = await pair.source.open_stream(pair.to_d, stream.ticket())
         with quiet():
             out.aclose()
             with pytest.raises(StreamAbortedError, match="after 0 of 4 layers"):
-                out.push(0, source[0])
+                out.push(0, source)
         with pytest.raises(StreamAbortedError, match="after 0 of 4 layers"):
-            await blocks.stream().finished()
+            await stream.finished()
 
 
 @pytest.mark.parametrize("side", ["producer", "consumer"])
 async def test_a_stream_aborts_at_the_call(pair: Pair, side: str) -> None:
     async with pair.target.reserve(blocks=2) as blocks:
-        out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+        stream = blocks.stream()
+        out = await pair.source.open_stream(pair.to_d, stream.ticket())
         with quiet():
-            (out if side == "producer" else blocks.stream()).abort("enough")
-        for end in (out, blocks.stream()):
+            (out if side == "producer" else stream).abort("enough")
+        for end, finished in ((out, out.finish), (stream, stream.finished)):
             with pytest.raises(StreamAbortedError, match="enough"):
-                await end.finished()
+                await finished()
             assert await end.abort() == await asyncio.create_task(end.abort()) == Outcome(Verdict.ABORTED, "enough")
 
 
@@ -262,7 +276,7 @@ async def test_closing_can_be_awaited_in_every_way(pair: Pair) -> None:
         for way in (asyncio.create_task, asyncio.ensure_future, group.create_task, asyncio.shield, asyncio.gather):
             blocks = await pair.target.reserve(blocks=2)
             await way(blocks.aclose())  # type: ignore[operator]
-            pool = Pool(pair.d, LAYOUT, blocks=4, name="other")
+            pool = Pool(pair.d, VIEW, name="other")
             await way(pool.aclose())  # type: ignore[operator]
             assert "kv/other" not in pair.d.handlers
             await asyncio.wait_for(pool.aclose(), 1)
@@ -271,9 +285,10 @@ async def test_closing_can_be_awaited_in_every_way(pair: Pair) -> None:
 async def test_cancelling_the_wait_for_a_pool_does_not_stop_its_closing(pair: Pair) -> None:
     pair.p.hold = True
     blocks = await pair.target.reserve(blocks=2)
-    out = await pair.source.open_stream(pair.to_d, blocks.ticket())
+    stream = blocks.stream()
+    out = await pair.source.open_stream(pair.to_d, stream.ticket())
     source = await pair.source.reserve(blocks=2)
-    out.push(0, source[0])
+    out.push(0, source)
     closing = asyncio.create_task(pair.target.aclose())
     await settle()
     closing.cancel()
@@ -288,8 +303,9 @@ async def test_cancelling_the_wait_for_a_pool_does_not_stop_its_closing(pair: Pa
 
 async def test_closing_a_stream_that_could_not_be_opened_does_not_wait(pair: Pair) -> None:
     async with pair.target.reserve(blocks=2) as blocks:
-        first = await pair.source.open_stream(pair.to_d, blocks.ticket())
-        second = pair.source.open_stream(pair.to_d, blocks.ticket())
+        stream = blocks.stream()
+        first = await pair.source.open_stream(pair.to_d, stream.ticket())
+        second = pair.source.open_stream(pair.to_d, stream.ticket())
         with pytest.raises(Exception, match="in use"):
             await second
         async with asyncio.timeout(5):
@@ -301,12 +317,12 @@ async def test_closing_a_stream_that_could_not_be_opened_does_not_wait(pair: Pai
 # ---- used before it is reserved ----
 
 
-@pytest.mark.parametrize("use", ["ticket", "stream", "ids", "fenced", "aclose", "item"])
+@pytest.mark.parametrize("use", ["stream", "ids", "share", "extend", "trim", "aclose", "item"])
 async def test_a_reservation_that_was_not_awaited_names_the_remedy(pair: Pair, use: str) -> None:
     reservation = pair.target.reserve(blocks=1)
     with pytest.raises(ClosedError, match=r"await pool\.reserve\(\.\.\.\).*async with pool\.reserve"):
-        reservation[0] if use == "item" else getattr(reservation, use)  # type: ignore[index]
-    with pytest.raises(AttributeError, match="'Reservation' object has no attribute 'blocks'"):
-        reservation.blocks  # type: ignore[attr-defined]  # noqa: B018
+        reservation[:1] if use == "item" else getattr(reservation, use)  # type: ignore[index]
+    with pytest.raises(AttributeError, match="'Reservation' object has no attribute 'ticket'"):
+        reservation.ticket  # type: ignore[attr-defined]  # noqa: B018
     assert isinstance(reservation, Reservation)
     assert pair.target.statistics().reserved == 0

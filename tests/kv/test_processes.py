@@ -17,7 +17,7 @@ import pytest
 
 import hixl_async as hx
 
-from .worker import BLOCKS, LAYOUT
+from .worker import BLOCKS, LAYERS, VIEW, fill, values
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -79,24 +79,19 @@ async def pool(role: str) -> AsyncIterator[hx.kv.Pool]:
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(hx.Engine("127.0.0.1:0", name=role))
         access = "write" if role == "consumer" else "none"
-        yield await stack.enter_async_context(
-            hx.kv.Pool(engine, LAYOUT, blocks=BLOCKS, name=f"kv-{role}", access=access, shuffle=2)
-        )
-
-
-def values(pool: hx.kv.Pool, ids: tuple[int, ...], layer: int) -> set[int]:
-    view = pool.region.numpy("uint8", (LAYOUT.layers, 2, BLOCKS, LAYOUT.block_bytes))
-    return {int(value) for value in view[layer][:, ids].reshape(-1)}
+        yield await stack.enter_async_context(hx.kv.Pool(engine, VIEW, name=f"kv-{role}", access=access, shuffle=2))
 
 
 async def test_two_processes() -> None:
     async with child("producer") as producer, pool("consumer") as target, target.reserve(blocks=8) as blocks:
         await producer.ask("reserve", blocks=8, value=40)
-        await producer.ask("open", ticket=blocks.ticket())
+        stream = blocks.stream()
+        await producer.ask("open", ticket=stream.ticket())
         await producer.ask("push", layers=[3, 1, 0, 2])
-        async for layer in blocks.stream():
+        async for layer in stream:
             assert values(target, blocks.ids, layer) == {40 + layer}
-        assert await producer.ask("end") == {}
+        assert await producer.ask("end", payload="token 7") == {}
+        assert await stream.finished() == b"token 7"
         assert (await producer.ask("close"))["free"] == BLOCKS
 
 
@@ -104,18 +99,19 @@ async def test_killing_the_producer_in_the_middle() -> None:
     async with child("producer") as producer, pool("consumer") as target:
         async with target.reserve(blocks=8) as blocks:
             await producer.ask("reserve", blocks=8, value=40)
-            await producer.ask("open", ticket=blocks.ticket())
+            stream = blocks.stream()
+            await producer.ask("open", ticket=stream.ticket())
             await producer.ask("push", layers=[0, 1])
-            await blocks.stream().layer(1)
+            await stream.layer(1)
             await producer.ask("push", layers=[2, 3], ready=False)
             killed_at = time.monotonic()
             producer.signal(signal.SIGKILL)
             with pytest.raises(hx.PeerLostError):
-                await blocks.stream().finished()
+                await stream.finished()
             assert time.monotonic() - killed_at < 1
-            await blocks.stream().layer(0)
+            await stream.layer(0)
             assert values(target, blocks.ids, 1) == {41}
-            await asyncio.wait_for(blocks.fenced(), 1)
+            await asyncio.wait_for(stream.drained(), 1)
         assert target.statistics() == (BLOCKS, 0, 0, 0)
 
 
@@ -125,17 +121,17 @@ async def test_killing_the_consumer_in_the_middle() -> None:
         ticket = await consumer.ask("ticket")
         peer = await source.engine.connect(ticket["address"])
         out = await source.open_stream(peer, ticket)
-        out.push(0, blocks[0])
+        out.push(0, blocks)
         assert await consumer.ask("layer", layer=0) == {"values": [0]}
-        out.push(1, blocks[1], ready=lambda: False)
+        out.push(1, blocks, ready=lambda: False)
         killed_at = time.monotonic()
         consumer.signal(signal.SIGKILL)
         with pytest.raises(hx.PeerLostError) as caught:
-            await out.finished()
+            await out.finish()
         assert time.monotonic() - killed_at < 1
         assert caught.value.peer == "consumer"
         with pytest.raises(hx.PeerLostError):
-            out.push(2, blocks[2])
+            out.push(2, blocks)
     assert source.statistics() == (BLOCKS, 0, 0, 0)
 
 
@@ -144,26 +140,27 @@ async def test_a_stopped_producer(then: str) -> None:
     async with child("producer") as producer, pool("consumer") as target:
         async with target.reserve(blocks=8) as blocks:
             await producer.ask("reserve", blocks=8, value=40)
-            await producer.ask("open", ticket=blocks.ticket(stall=0.3))
+            stream = blocks.stream(lease=0.3)
+            await producer.ask("open", ticket=stream.ticket())
             await producer.ask("push", layers=[0])
-            await blocks.stream().layer(0)
+            await stream.layer(0)
             producer.signal(signal.SIGSTOP)
             producer.tell("push", layers=[1, 2, 3])
-            with pytest.raises(hx.TransferTimeoutError, match="no new layer"):
-                await blocks.stream().finished()
+            with pytest.raises(hx.TransferTimeoutError, match="silent for 0.3 s"):
+                await stream.finished()
         assert target.statistics() == (BLOCKS - 8, 0, 8, 0)
         # The user of the other blocks never sees what the producer may still write.
         async with target.reserve(blocks=BLOCKS - 8) as others:
-            view = target.region.numpy("uint8", (LAYOUT.layers, 2, BLOCKS, LAYOUT.block_bytes))
-            view[:, :, others.ids] = 200
+            for layer in range(LAYERS):
+                fill(target, others.ids, layer, 200)
             assert not set(others.ids) & set(blocks.ids)
             producer.signal(signal.SIGCONT if then == "continue" else signal.SIGKILL)
-            await asyncio.wait_for(blocks.fenced(), 5)
+            await asyncio.wait_for(stream.drained(), 5)
             assert target.statistics() == (8, BLOCKS - 8, 0, 0)
-            assert (view[:, :, others.ids] == 200).all()
+            assert all(values(target, others.ids, layer) == {200} for layer in range(LAYERS))
         if then == "continue":
             await producer.answer()
-            with pytest.raises(hx.StreamAbortedError, match="no new layer"):
+            with pytest.raises(hx.StreamAbortedError, match="silent for 0.3 s"):
                 await producer.ask("end")
         assert target.statistics() == (BLOCKS, 0, 0, 0)
 
@@ -175,10 +172,10 @@ async def test_a_stopped_consumer() -> None:
         peer = await source.engine.connect(ticket["address"])
         out = await source.open_stream(peer, ticket, timeout=0.3)
         consumer.signal(signal.SIGSTOP)
-        for layer in range(LAYOUT.layers):
-            out.push(layer, blocks[layer])
-        with pytest.raises(hx.TransferTimeoutError, match="did not acknowledge"):
-            await out.finished()
+        for layer in range(LAYERS):
+            out.push(layer, blocks)
+        with pytest.raises(hx.TransferTimeoutError, match="did not decide the end"):
+            await out.finish()
         consumer.signal(signal.SIGCONT)
         assert await consumer.ask("finished") == {}, "everything was there"
         assert (await consumer.ask("close"))["free"] == BLOCKS
@@ -188,12 +185,13 @@ async def test_the_consumer_leaves_while_the_producer_computes() -> None:
     async with child("producer") as producer, pool("consumer") as target:
         async with target.reserve(blocks=8) as blocks:
             await producer.ask("reserve", blocks=8, value=40)
-            await producer.ask("open", ticket=blocks.ticket())
+            stream = blocks.stream()
+            await producer.ask("open", ticket=stream.ticket())
             await producer.ask("push", layers=[0, 1, 2])
             await producer.ask("push", layers=[3], ready=False)
         with pytest.raises(hx.StreamAbortedError, match="gave its blocks back"):
             await producer.ask("end")
-        await asyncio.wait_for(blocks.fenced(), 5)
+        await asyncio.wait_for(stream.drained(), 5)
         assert target.statistics() == (BLOCKS, 0, 0, 0)
 
 
@@ -201,31 +199,33 @@ async def test_the_engine_of_the_producer_closes() -> None:
     async with pool("consumer") as target, target.reserve(blocks=8) as blocks:
         async with pool("producer") as source, source.reserve(blocks=8) as mine:
             peer = await source.engine.connect(target.engine.address)
-            out = await source.open_stream(peer, blocks.ticket())
-            out.push(0, mine[0])
-            await blocks.stream().layer(0)
+            stream = blocks.stream()
+            out = await source.open_stream(peer, stream.ticket())
+            out.push(0, mine)
+            await stream.layer(0)
         with pytest.raises(hx.StreamAbortedError, match="producer closed its pool"):
-            await blocks.stream().finished()
-        await blocks.fenced()
+            await stream.finished()
+        await stream.drained()
 
 
 async def test_the_engine_closes_before_its_pool() -> None:
     async with pool("consumer") as target, target.reserve(blocks=8) as blocks:
         engine = hx.Engine("127.0.0.1:0", name="producer")
         await engine.open()
-        source = hx.kv.Pool(engine, LAYOUT, blocks=8, name="kv", access="none")
+        source = hx.kv.Pool(engine, VIEW, name="kv", access="none")
         mine = await source.reserve(blocks=8)
-        waiter = asyncio.ensure_future(source.reserve(blocks=1))
+        waiter = asyncio.ensure_future(source.reserve(blocks=BLOCKS))
         peer = await engine.connect(target.engine.address)
-        out = await source.open_stream(peer, blocks.ticket())
-        out.push(0, mine[0])
+        stream = blocks.stream()
+        out = await source.open_stream(peer, stream.ticket())
+        out.push(0, mine)
         await engine.aclose()
         with pytest.raises(hx.ClosedError):
             await waiter
         with pytest.raises((hx.StreamAbortedError, hx.PeerLostError)):
-            await blocks.stream().finished()
-        await asyncio.wait_for(blocks.fenced(), 1)
+            await stream.finished()
+        await asyncio.wait_for(stream.drained(), 1)
         with pytest.raises((hx.StreamAbortedError, hx.PeerLostError)):
-            await out.finished()
+            await out.finish()
         await source.aclose()
         await mine.aclose()

@@ -1,8 +1,11 @@
-"""Both ends of a stream, without a loop: every interleaving of messages, landings, aborts and losses keeps S1 to S4."""
+"""All ends of a stream, without a loop: every interleaving of messages, landings, aborts and losses keeps S1 to S4."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -11,406 +14,947 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hixl_async.errors import (
     ClosedError,
+    HixlError,
     InvalidArgumentError,
-    RangeError,
     StreamAbortedError,
     TicketError,
+    TransferTimeoutError,
 )
-from hixl_async.kv.protocol import REASON_CHARACTERS, Abort, End, Open, Outcome, Verdict, parse
-from hixl_async.kv.states import ConsumerState, Phase, ProducerState
+from hixl_async.kv.protocol import Decision, End, Outcome, Verdict, parse, parse_reply
+from hixl_async.kv.states import FINISHED, ConsumerState, Phase, ProducerState
 
-LAYERS = 3
+LAYERS = range(3)
+#: The position of the first token of the stream, and the one after the last.
+FIRST, LAST = 4, 8
+#: Of what ends a stream, so that streams get anywhere.
+SELDOM = st.sampled_from([False, False, False, False, True])
+
+
+class Chunk(NamedTuple):
+    """Some tokens of a layer that were pushed."""
+
+    layer: int
+    first: int
+    last: int
+    complete: bool
 
 
 class Transfer:
-    """The driver's work for one layer: write, perhaps store the word, report, release."""
+    """The driver's work for one chunk: write, store the word, report, release."""
 
-    def __init__(self, layer: int) -> None:
-        self.layer = layer
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
         self.cancelled = False
         self.writing = True
+        self.landed = False  # and not failed
         self.reported = False
         self.released = False
 
 
-class Streaming(RuleBasedStateMachine):
-    """A producer and a consumer joined by two ordered queues, with a driver that is as slow and late as it likes."""
+class Sending:
+    """One sender as `Producer` and `Sender` drive it, and its connection to the consumer.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.producer = ProducerState(LAYERS)
-        self.producer.begin()
-        self.consumer = ConsumerState(LAYERS)
-        self.to_consumer: deque[str | End] = deque()
-        self.to_producer: deque[str | Abort | Outcome] = deque()
-        self.past: list[End | Abort | Outcome] = []
-        self.words: set[int] = set()
+    :param owed: the layers that it brings; it pushes others in vain.
+    """
+
+    def __init__(self, number: int, owed: Collection[int]) -> None:
+        self.number = number
+        self.owed = owed
+        self.state = ProducerState(LAYERS)
+        self.queue: deque[Chunk] = deque()
+        self.pushed = dict.fromkeys(LAYERS, FIRST)  # positions
         self.transfers: list[Transfer] = []
+        #: What the driver has stored, and what of it the consumer can see: the tokens, and whether they are all.
+        self.words: dict[int, tuple[int, bool]] = {}
+        self.visible: dict[int, tuple[int, bool]] = {}
+        #: What has been written: the position after the last token of each layer, as far as there is no gap.
+        self.written = dict.fromkeys(LAYERS, FIRST)
+        # A request, or a message without a reply, to the consumer; its replies; and its decisions, which may overtake replies.
+        self.to_consumer: deque[str | End] = deque()
+        self.replies: deque[str | Decision | None] = deque()
+        self.decisions: deque[Decision] = deque()
+        self.asked = self.answered = False
         self.connected = True
-        self.dead = False
-        self.gave_up = self.timed_out = False
-        self.first: list[Outcome | None] = [None, None]
+        self.alive = True
+        self.knows_of_loss = False
+        #: True if the program, or a timer, has stopped waiting.
+        self.gave_up = False
+        self.past: list[Decision] = []
 
-    @property
-    def opened(self) -> bool:
-        """True once the producer knows that the stream is open."""
-        return self.producer.phase >= Phase.OPEN
+    # ---- events ----
 
-    # ---- opening ----
-
-    @initialize()
-    def open(self) -> None:
-        self.to_consumer.append("open")
-
-    # ---- the producer ----
-
-    def conclude(self) -> None:
+    def change(self, change: Callable[..., bool], *arguments: object) -> None:
         """Do what `Producer` does after every event."""
-        state = self.producer
-        state.conclude()
-        if state.stopping is not None:
+        if change(*arguments):
+            assert self.state.stopping is not None
+            self.queue.clear()
             for transfer in self.transfers:
                 transfer.cancelled = True
-        lost = state.outcome is not None and state.outcome.verdict is Verdict.LOST
-        if state.phase is Phase.CONCLUDING and state.drained and not state.end_sent and not lost:
-            self.to_consumer.append(state.end("id"))
+        self.state.conclude()
+        if self.state.stopping is not None and not self.asked:
+            self.opening_failed("the ticket is not awaited any more", Verdict.ABORTED)
+        self.drain()
 
-    @precondition(lambda self: self.opened and not self.dead)
-    @rule(layer=st.integers(0, LAYERS - 1))
-    def push(self, layer: int) -> None:
-        try:
-            self.producer.check(layer)
-        except (InvalidArgumentError, StreamAbortedError, ClosedError):
+    def drain(self) -> None:
+        state = self.state
+        if state.phase is not Phase.CONCLUDING or not all(transfer.released for transfer in self.transfers):
             return
-        except Exception:
-            assert self.producer.outcome is not None
-            return
-        self.producer.push(layer)
-        if self.producer.start(layer):
-            self.transfers.append(Transfer(layer))
+        state.drained = True
+        if (state.outcome is None or state.outcome.verdict is not Verdict.LOST) and not state.end_sent:
+            self.send(state.end("id", self.number))
+        if state.outcome is not None and (self.answered or self.knows_of_loss):
+            state.conclude_all()
 
-    @precondition(lambda self: self.opened and not self.dead)
-    @rule()
-    def producer_aborts(self) -> None:
-        self.producer.stop("producer")
-        self.conclude()
+    def send(self, message: str | End) -> None:
+        if self.connected:
+            self.to_consumer.append(message)
 
-    @precondition(lambda self: self.opened and self.producer.concluding and not self.dead)
-    @rule()
-    def producer_gives_up(self) -> None:
-        self.gave_up = True
-        self.producer.give_up("too slow")
-        self.conclude()
+    def opening_failed(self, reason: str, verdict: Verdict = Verdict.VOID) -> None:
+        assert not self.transfers
+        self.state.decide(Outcome(verdict, reason))
+        self.queue.clear()
+        self.state.drained = True
+        self.state.conclude_all()
+
+    @property
+    def opening(self) -> bool:
+        """True while the consumer is asked."""
+        return self.alive and self.asked and self.state.phase is Phase.OPENING
+
+    # ---- the program ----
+
+    def ask(self) -> None:
+        self.asked = True
+        self.send("open")
+        if self.knows_of_loss:
+            self.opening_failed("lost")
+
+    def push(self, layer: int, first: int, last: int, complete: bool) -> None:
+        self.state.check_going_on()
+        self.state.check(layer, first, FIRST)
+        self.queue.append(Chunk(layer, first, last, complete))
+        self.state.push(layer, None if complete else last)
+        self.pushed[layer] = last
+
+    def push_all(self) -> None:
+        """Push the rest of all layers, and finish."""
+        for layer, first in self.pushed.items():
+            if self.state._pushed.get(layer, FIRST) is not None:
+                self.push(layer, first, LAST, True)
+        self.change(self.state.finish, b"from %d" % self.number)
+
+    def time_out(self) -> None:
+        """Stop waiting: for the opening, for transfers, or for the reply to the end."""
+        if self.opening:
+            self.gave_up = True
+            self.send(End("id", self.number, False, "the stream did not open in time"))
+            self.opening_failed("the stream did not open in time")
+        elif self.state.phase is Phase.CONCLUDING:
+            self.gave_up = True
+            self.change(self.state.give_up, "too slow")
+            assert self.state.settled
+            if self.state.end_sent:
+                self.state.conclude_all()
 
     # ---- the driver ----
 
-    def pending(self, wanted: str) -> list[Transfer]:
-        if self.dead:
+    def start(self) -> bool:
+        """Start the first chunk, unless one of its layer is in flight; return True if there may be more."""
+        if not self.queue or self.state.phase is Phase.OPENING:
+            return False
+        chunk = self.queue[0]
+        if not self.state.owes(chunk.layer):
+            self.queue.popleft()
+            return True
+        if any(transfer.chunk.layer == chunk.layer and not transfer.reported for transfer in self.transfers):
+            return False
+        assert self.state.start(chunk.layer), "chunks are left of a stream that is stopping"
+        self.transfers.append(Transfer(self.queue.popleft()))
+        return True
+
+    def in_flight(self, wanted: str) -> list[Transfer]:
+        if not self.alive:
             return []
-        tests = {
+        tests: dict[str, Callable[[Transfer], bool]] = {
             "writing": lambda transfer: transfer.writing,
             "unreported": lambda transfer: not transfer.writing and not transfer.reported,
             "unreleased": lambda transfer: transfer.reported and not transfer.released,
         }
         return [transfer for transfer in self.transfers if tests[wanted](transfer)]
 
-    @precondition(lambda self: self.pending("writing"))
-    @rule(data=st.data())
-    def land(self, data: st.DataObject) -> None:
-        transfer = data.draw(st.sampled_from(self.pending("writing")))
+    def land(self, transfer: Transfer) -> None:
+        layer, first, last, complete = transfer.chunk
         transfer.writing = False
-        self.words.add(transfer.layer)
+        transfer.landed = True
+        assert self.written[layer] == first
+        self.written[layer] = last
+        self.words[layer] = (last - FIRST, complete)
 
-    @precondition(lambda self: any(transfer.cancelled for transfer in self.pending("writing")))
+    def report(self, transfer: Transfer, cancelled: bool) -> None:
+        """Report what became of a transfer: one that has landed may still be cancelled."""
+        transfer.reported = True
+        if transfer.landed and not cancelled:
+            self.state.land(transfer.chunk.layer, transfer.chunk.complete)
+            self.change(lambda: False)
+        else:
+            self.change(self.state.stop, "the transfer failed")
+
+    def release(self, transfer: Transfer) -> None:
+        transfer.released = True
+        self.state.release(transfer.chunk.layer)
+        self.drain()
+
+    def fly(self) -> None:
+        """Let the driver do all that is due, at once."""
+        while self.start():
+            pass
+        for transfer in self.in_flight("writing"):
+            if transfer.cancelled:
+                transfer.writing = False
+            else:
+                self.land(transfer)
+        for transfer in self.in_flight("unreported"):
+            self.report(transfer, transfer.cancelled)
+        for transfer in self.in_flight("unreleased"):
+            self.release(transfer)
+
+    # ---- messages ----
+
+    def deliver_reply(self) -> None:
+        reply = self.replies.popleft()
+        if self.state.phase is Phase.CONCLUDED:
+            return  # it is not waited for any more
+        if reply == "opened":
+            self.change(self.state.open, self.owed)
+        elif reply == "refused":
+            self.opening_failed("refused")
+        else:
+            self.answered = True
+            assert not isinstance(reply, str)
+            decision = parse_reply({} if reply is None else reply.body())
+            if decision is None:
+                self.drain()
+            else:
+                self.change(self.state.decide, decision.outcome)
+
+    def deliver_decision(self) -> None:
+        message = self.decisions.popleft()
+        self.past.append(message)
+        self.decide(message)
+
+    def decide(self, message: Decision) -> None:
+        parsed = parse(message.body())
+        assert isinstance(parsed, Decision)
+        self.change(self.state.decide, parsed.outcome)
+
+    def learn_of_loss(self) -> None:
+        self.knows_of_loss = True
+        opening = self.opening
+        self.change(self.state.lose, "lost")
+        if opening:
+            self.opening_failed("lost")
+        elif self.state.end_sent:
+            self.state.conclude_all()
+
+
+class Streaming(RuleBasedStateMachine):
+    """A consumer and one to three senders, each with a driver that is as slow and late as it likes."""
+
+    @initialize(count=st.integers(1, 3), data=st.data())
+    def begin(self, count: int, data: st.DataObject) -> None:
+        """Each layer is owed by some senders, and a sender perhaps owes none.  Some senders have got further than others."""
+        owners = [data.draw(st.sets(st.sampled_from(range(count)), min_size=1), "owners") for _ in LAYERS]
+        owed = [[layer for layer in LAYERS if number in owners[layer]] for number in range(count)]
+        self.senders = [Sending(number, layers) for number, layers in enumerate(owed)]
+        self.consumer = ConsumerState(LAYERS, owed)
+        #: The senders that the consumer has accepted, and whether each knows the outcome; and those whose loss it knows.
+        self.links: dict[int, bool] = {}
+        self.lost: set[int] = set()
+        self.over = self.closed = self.fenced = False
+        self.past: list[tuple[int, End]] = []
+        self.payloads = dict.fromkeys(range(count), b"")  # of those that have ended before the outcome
+        self.first: dict[int | None, Outcome] = {}
+        for sender in self.senders:
+            for step in (sender.ask, partial(self.deliver, sender), sender.deliver_reply, sender.push_all)[
+                : data.draw(st.integers(0, 4), "steps")
+            ]:
+                step()
+
+    def pick(self, data: st.DataObject, test: Callable[[Sending], object]) -> Sending:
+        return data.draw(st.sampled_from([sender for sender in self.senders if test(sender)]), "sender")
+
+    def any(self, test: Callable[[Sending], object]) -> bool:
+        return any(map(test, self.senders))
+
+    # ---- the senders ----
+
+    @precondition(lambda self: self.any(_may_ask))
     @rule(data=st.data())
-    def stop_writing(self, data: st.DataObject) -> None:
-        transfer = data.draw(st.sampled_from([transfer for transfer in self.pending("writing") if transfer.cancelled]))
-        transfer.writing = False
+    def ask(self, data: st.DataObject) -> None:
+        self.pick(data, _may_ask).ask()
 
-    @precondition(lambda self: self.pending("unreported"))
+    @precondition(lambda self: self.any(_alive))
+    @rule(data=st.data(), layer=st.sampled_from(LAYERS), tokens=st.integers(1, LAST - FIRST), last=st.booleans())
+    def push(self, data: st.DataObject, layer: int, tokens: int, last: bool) -> None:
+        sender = self.pick(data, _alive)
+        first = sender.pushed[layer]
+        end = min(first + tokens, LAST)
+        try:
+            sender.push(layer, first, end, last or end == LAST)
+        except InvalidArgumentError:
+            assert sender.state._pushed[layer] is None
+        except ClosedError:
+            assert sender.state.payload is not None or sender.state._closing is not None
+        except HixlError:
+            assert sender.state.stopping is not None or sender.state.outcome is not None
+
+    @precondition(lambda self: self.any(_pushing))
+    @rule(data=st.data())
+    def push_all(self, data: st.DataObject) -> None:
+        self.pick(data, _pushing).push_all()
+
+    @precondition(lambda self: self.any(_alive))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        sender = self.pick(data, _alive)
+        sender.change(sender.state.finish, b"from %d" % sender.number)
+
+    @precondition(lambda self: self.any(_alive))
+    @rule(data=st.data(), how=st.sampled_from(["close", "abort", "time out"]), now=SELDOM)
+    def sender_ends(self, data: st.DataObject, how: str, now: bool) -> None:
+        sender = self.pick(data, _alive)
+        if not now:
+            return
+        if how == "time out":
+            sender.time_out()
+        else:
+            sender.change(sender.state.close if how == "close" else sender.state.stop, how)
+
+    # ---- the drivers ----
+
+    @precondition(lambda self: self.any(lambda sender: sender.alive and sender.queue))
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.pick(data, lambda sender: sender.alive and sender.queue).start()
+
+    def transfer(self, data: st.DataObject, wanted: str) -> tuple[Sending, Transfer]:
+        sender = self.pick(data, lambda sender: sender.in_flight(wanted))
+        return sender, data.draw(st.sampled_from(sender.in_flight(wanted)), "transfer")
+
+    @precondition(lambda self: self.any(lambda sender: sender.in_flight("writing")))
+    @rule(data=st.data(), fails=st.sampled_from([False, False, True]))
+    def write(self, data: st.DataObject, fails: bool) -> None:
+        sender, transfer = self.transfer(data, "writing")
+        if fails:
+            transfer.writing = False
+        else:
+            sender.land(transfer)
+
+    @precondition(lambda self: self.any(lambda sender: sender.in_flight("unreported")))
     @rule(data=st.data())
     def report(self, data: st.DataObject) -> None:
-        transfer = data.draw(st.sampled_from(self.pending("unreported")))
-        transfer.reported = True
-        if transfer.layer in self.words and not transfer.cancelled:
-            self.producer.land(transfer.layer)
-        self.conclude()
+        sender, transfer = self.transfer(data, "unreported")
+        sender.report(transfer, transfer.cancelled and data.draw(st.booleans(), "cancelled"))
 
-    @precondition(lambda self: self.pending("unreleased"))
+    @precondition(lambda self: self.any(lambda sender: sender.in_flight("unreleased")))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        transfer = data.draw(st.sampled_from(self.pending("unreleased")))
-        transfer.released = True
-        self.producer.release(transfer.layer)
-        self.conclude()
+        sender, transfer = self.transfer(data, "unreleased")
+        sender.release(transfer)
+
+    @precondition(lambda self: self.any(_flying))
+    @rule(data=st.data())
+    def fly(self, data: st.DataObject) -> None:
+        self.pick(data, _flying).fly()
 
     # ---- the consumer ----
 
-    @rule()
+    def settle(self) -> None:
+        """Do what `Consumer` does after every event."""
+        state = self.consumer
+        if state.outcome is None or self.over:
+            return
+        self.over = True
+        for number, informed in self.links.items():
+            # A sender that has still to end is told with the reply to that, unless it must stop.
+            if not informed and number not in self.lost and (state.senders[number].ended or state.outcome != FINISHED):
+                self.links[number] = True
+                if self.senders[number].connected:
+                    self.senders[number].decisions.append(self.decision())
+
+    def decision(self) -> Decision:
+        outcome = self.consumer.outcome
+        assert outcome is not None
+        return Decision("id", outcome == FINISHED, outcome.reason)
+
     def scan(self) -> None:
-        self.consumer.land(self.words)
+        for sender in self.senders:
+            for layer, (tokens, complete) in sender.visible.items():
+                before = self.consumer_snapshot()
+                news = self.consumer.land(sender.number, layer, tokens, complete)
+                assert news == (self.consumer_snapshot() != before)
+                assert not (news and self.over)
+        self.settle()
 
-    @rule()
-    def consumer_aborts(self) -> None:
-        if self.consumer.stop(Outcome(Verdict.ABORTED, "consumer")) and self.connected:
-            self.to_producer.append(Abort("id", "consumer"))
+    @precondition(lambda self: self.any(_has_news))
+    @rule(data=st.data())
+    def words_become_visible(self, data: st.DataObject) -> None:
+        sender = self.pick(data, _has_news)
+        sender.visible = dict(sender.words)
+        self.scan()
 
+    @rule(how=st.sampled_from(["abort", "time out", "leave"]), now=SELDOM)
+    def consumer_ends(self, how: str, now: bool) -> None:
+        if not now:
+            return
+        self.scan()
+        if how == "leave":
+            outcome = FINISHED if self.consumer.landed else Outcome(Verdict.ABORTED, "left")
+        else:
+            outcome = Outcome(Verdict.ABORTED if how == "abort" else Verdict.TIMEOUT, how)
+        before = self.consumer_snapshot()
+        assert self.consumer.stop(outcome) != self.over
+        assert not self.over or self.consumer_snapshot() == before
+        self.settle()
+
+    @precondition(lambda self: self.over and not self.closed)
     @rule()
-    def consumer_times_out(self) -> None:
-        self.consumer.land(self.words)
-        if self.consumer.stop(Outcome(Verdict.TIMEOUT, "stall")):
-            self.timed_out = True
-            if self.connected:
-                self.to_producer.append(Abort("id", "stall"))
+    def consumer_closes(self) -> None:
+        """The pool no longer waits for messages of the senders."""
+        self.closed = True
+        self.consumer.cut()
+        assert self.consumer.ended
 
     # ---- the network ----
 
-    @precondition(lambda self: self.to_consumer)
-    @rule()
-    def deliver_to_consumer(self) -> None:
-        message = self.to_consumer.popleft()
+    @precondition(lambda self: self.any(lambda sender: sender.to_consumer))
+    @rule(data=st.data(), changed=SELDOM)
+    def deliver_to_consumer(self, data: st.DataObject, changed: bool) -> None:
+        """Deliver a sender's next message; its ticket may have been changed on its way."""
+        self.deliver(self.pick(data, lambda sender: sender.to_consumer), changed)
+
+    def deliver(self, sender: Sending, changed: bool = False) -> None:
+        message = sender.to_consumer.popleft()
         if isinstance(message, End):
-            self.past.append(message)
-            self.consumer_ends(message)
+            self.past.append((sender.number, message))
+            reply = self.consumer_hears(sender.number, message)
+            if sender.state.end_sent:  # else it was posted, and has no reply
+                sender.replies.append(reply)
         else:
-            try:
-                self.consumer.open()
-            except TicketError:
-                self.to_producer.append("refused")
-            else:
-                self.to_producer.append("opened")
+            sender.replies.append(self.consumer_opens(sender.number, changed))
 
-    def consumer_ends(self, message: End) -> None:
-        if not message.complete:
-            self.consumer.land(self.words)
-        outcome, _ = self.consumer.end(message.complete, message.reason)
-        self.to_producer.append(outcome)
+    def consumer_opens(self, number: int, changed: bool) -> str:
+        if self.closed:
+            return "refused"
+        try:
+            self.consumer.open(number)
+        except TicketError:
+            assert self.over
+            return "refused"
+        if changed:
+            self.consumer.stop(Outcome(Verdict.INVALID_TICKET, "changed"))
+            self.consumer.end(number, False, "changed")
+            self.settle()
+            return "refused"
+        self.links[number] = False
+        return "opened"
 
-    @precondition(lambda self: self.to_producer and not self.dead)
-    @rule()
-    def deliver_to_producer(self) -> None:
-        message = self.to_producer.popleft()
-        if message == "opened":
-            self.producer.open()
-        elif message == "refused":
-            assert not self.consumer.opened
-        elif isinstance(message, Abort):
-            self.past.append(message)
-            self.producer.abort(message.reason)
-        elif isinstance(message, Outcome):
-            self.past.append(message)
-            self.producer.answer(Outcome.parse(message.body()))
-        self.conclude()
+    def consumer_hears(self, number: int, message: End) -> Decision | None:
+        parsed = parse(message.body())
+        assert isinstance(parsed, End)
+        if number in self.links and not self.closed:
+            self.scan()
+            if parsed.complete and not self.over:
+                self.payloads[number] = parsed.payload
+            self.consumer.end(number, parsed.complete, parsed.reason, parsed.payload)
+            self.links[number] |= self.consumer.outcome is not None
+            self.settle()
+        return self.decision() if self.over else None
 
-    @precondition(lambda self: self.past and self.connected)
+    @precondition(lambda self: self.any(lambda sender: sender.alive and sender.replies))
     @rule(data=st.data())
-    def repeat_a_message(self, data: st.DataObject) -> None:
-        message = data.draw(st.sampled_from(self.past))
-        if isinstance(message, End):
-            self.consumer_ends(message)
-            self.to_producer.pop()
-        elif isinstance(message, Abort):
-            self.producer.abort(message.reason)
-        else:
-            self.producer.answer(Outcome.parse(message.body()))
-        self.conclude()
+    def deliver_reply(self, data: st.DataObject) -> None:
+        self.pick(data, lambda sender: sender.alive and sender.replies).deliver_reply()
 
-    @precondition(lambda self: self.connected)
-    @rule(dies=st.booleans())
-    def disconnect(self, dies: bool) -> None:
-        self.connected, self.dead = False, dies
-        self.to_consumer.clear()
-        self.to_producer.clear()
-        if not dies:
-            self.producer.lose("lost")
-            self.conclude()
-        self.consumer.land(self.words)
-        if self.consumer.opened:
-            self.consumer.lose("lost", dies)
+    @precondition(lambda self: self.any(lambda sender: sender.alive and sender.decisions))
+    @rule(data=st.data())
+    def deliver_decision(self, data: st.DataObject) -> None:
+        self.pick(data, lambda sender: sender.alive and sender.decisions).deliver_decision()
 
-    @precondition(lambda self: not self.connected and not self.dead)
-    @rule()
-    def death_is_confirmed(self) -> None:
-        self.dead = True
-        if self.consumer.opened:
-            self.consumer.fence()
+    @precondition(lambda self: self.past)
+    @rule(data=st.data())
+    def repeat_an_end(self, data: st.DataObject) -> None:
+        number, message = data.draw(st.sampled_from(self.past))
+        before = self.consumer_snapshot()
+        self.consumer_hears(number, message)
+        assert self.consumer_snapshot() == before
 
-    # ---- invariants ----
+    @precondition(lambda self: self.any(lambda sender: sender.alive and sender.past))
+    @rule(data=st.data())
+    def repeat_a_decision(self, data: st.DataObject) -> None:
+        sender = self.pick(data, lambda sender: sender.alive and sender.past)
+        before = (sender.state.outcome, sender.state.stopping, sender.state.phase)
+        sender.decide(data.draw(st.sampled_from(sender.past)))
+        assert (sender.state.outcome, sender.state.stopping, sender.state.phase) == before
+
+    @precondition(lambda self: self.links)
+    @rule(data=st.data())
+    def repeat_an_opening(self, data: st.DataObject) -> None:
+        before = self.consumer_snapshot()
+        with pytest.raises(TicketError, match="used before"):
+            self.consumer.open(data.draw(st.sampled_from(sorted(self.links))))
+        assert self.consumer_snapshot() == before
+
+    @precondition(lambda self: self.any(lambda sender: sender.connected))
+    @rule(data=st.data(), dies=st.booleans(), now=SELDOM)
+    def disconnect(self, data: st.DataObject, dies: bool, now: bool) -> None:
+        sender = self.pick(data, lambda sender: sender.connected)
+        if not now:
+            return
+        sender.connected, sender.alive = False, not dies
+        for queue in (sender.to_consumer, sender.replies, sender.decisions):
+            queue.clear()
+
+    @precondition(lambda self: self.any(_has_to_learn))
+    @rule(data=st.data())
+    def sender_learns_of_the_loss(self, data: st.DataObject) -> None:
+        self.pick(data, _has_to_learn).learn_of_loss()
+
+    def unknown_losses(self) -> list[int]:
+        """The senders that the consumer has accepted, and of whose loss it has not heard."""
+        return [number for number in self.links if not self.senders[number].connected and number not in self.lost]
+
+    @precondition(lambda self: not self.closed and self.unknown_losses())
+    @rule(data=st.data(), confirmed=st.booleans())
+    def consumer_learns_of_a_loss(self, data: st.DataObject, confirmed: bool) -> None:
+        number = data.draw(st.sampled_from(self.unknown_losses()))
+        self.consumer_loses(number, confirmed and not self.senders[number].alive)
+
+    def consumer_loses(self, number: int, dead: bool) -> None:
+        self.lost.add(number)
+        self.scan()
+        before, ended = self.consumer.outcome, self.consumer.senders[number].ended
+        self.consumer.lose(number, "lost", dead)
+        assert self.consumer.outcome == (before if before or ended else Outcome(Verdict.LOST, "lost"))
+        self.settle()
+
+    @precondition(lambda self: self.lost)
+    @rule(data=st.data())
+    def lost_sender_is_fenced(self, data: st.DataObject) -> None:
+        self.fence(data.draw(st.sampled_from(sorted(self.lost))))
+
+    def fence(self, number: int) -> None:
+        """Let the process die, or its driver stop, and confirm that."""
+        self.senders[number].alive = False
+        before = self.consumer.outcome
+        self.consumer.fence(number)
+        assert self.consumer.outcome == before
+
+    # ---- what always holds ----
+
+    def consumer_snapshot(self) -> object:
+        state = self.consumer
+        landed = [(dict(sender.landed), set(sender.complete)) for sender in state.senders]
+        return state.outcome, state.ended, state.fenced, state.payload, landed, list(state.complete)
 
     @invariant()
     def one_outcome(self) -> None:
-        for index, state in enumerate((self.producer, self.consumer)):
-            if self.first[index] is None:
-                self.first[index] = state.outcome
-            assert state.outcome == self.first[index]
-        if self.producer.outcome is not None and self.producer.outcome.verdict is Verdict.FINISHED:
-            assert self.consumer.outcome is not None
-            assert self.consumer.outcome.verdict is Verdict.FINISHED
+        """S1 and S2."""
+        for number, outcome in [
+            (None, self.consumer.outcome),
+            *((one.number, one.state.outcome) for one in self.senders),
+        ]:
+            if outcome is not None:
+                assert self.first.setdefault(number, outcome) == outcome
+            assert (outcome is not None) == (number in self.first)
+            if outcome == FINISHED:
+                assert self.consumer.outcome == FINISHED
 
     @invariant()
     def fenced_blocks_are_not_written(self) -> None:
-        if self.consumer.fenced and not self.dead:
-            assert not self.pending("writing")
+        """S3."""
+        assert self.consumer.fenced >= self.fenced, "the fence has fallen again"
+        self.fenced = self.consumer.fenced
+        if self.fenced:
+            assert not self.any(lambda sender: sender.in_flight("writing"))
 
     @invariant()
-    def landed_is_written(self) -> None:
-        assert set(self.consumer.landed) <= self.words
-        assert len(set(self.consumer.landed)) == len(self.consumer.landed)
+    def a_finished_stream_has_all(self) -> None:
+        state = self.consumer
+        assert sorted(state.complete) == [layer for layer in LAYERS if state.is_complete(layer)]
+        assert state.landed == (len(state.complete) == len(LAYERS))
+        assert state.landed or state.outcome != FINISHED
+        assert state.payload == next(filter(None, self.payloads.values()), b"")
+        for layer in LAYERS:
+            owing = [sender for sender in self.senders if layer in sender.owed]
+            assert state.tokens(layer) <= min(sender.written[layer] for sender in owing) - FIRST
+            missing = [one.number for one in owing if not state.senders[one.number].complete & {layer}]
+            assert state.waiting_for(layer) == missing
+            assert state.is_complete(layer) == (not missing)
+            for sender in owing:
+                if sender.number not in missing:
+                    assert sender.words[layer] == (sender.written[layer] - FIRST, True)
+
+    @invariant()
+    def drained_senders_are_quiet(self) -> None:
+        for sender in self.senders:
+            state = sender.state
+            if state.drained:
+                assert all(transfer.released for transfer in sender.transfers)
+                assert not any(state.owes(chunk.layer) for chunk in sender.queue)
+            assert state.drained or not state.end_sent
+            assert state.drained or state.phase is not Phase.CONCLUDED
 
     def teardown(self) -> None:
-        """Let everything happen that is due; then both sides have ended, and agree."""
-        if self.connected and self.to_consumer and self.to_consumer[0] == "open":
-            self.deliver_to_consumer()
+        """Let everything happen that is due; then all sides have ended, and agree."""
+        if not hasattr(self, "senders"):
+            return
         for _ in range(4):
-            while self.to_producer and not self.dead:
-                self.deliver_to_producer()
-            if self.opened and not self.dead and not self.producer.complete:
-                self.producer.stop("left")
-            for transfer in self.transfers if not self.dead else ():
-                if transfer.writing:
-                    transfer.writing = False
-                    if not transfer.cancelled:
-                        self.words.add(transfer.layer)
-                if not transfer.reported:
-                    transfer.reported = True
-                    if transfer.layer in self.words and not transfer.cancelled:
-                        self.producer.land(transfer.layer)
-                transfer.released = True
-                self.producer.release(transfer.layer)
-            self.conclude()
-            while self.to_consumer:
-                self.deliver_to_consumer()
+            for sender in self.senders:
+                self.let_happen(sender)
+            for number in self.unknown_losses() if not self.closed else ():
+                self.consumer_loses(number, dead=False)
+            if not self.any(lambda sender: sender.to_consumer or sender.replies or sender.decisions) and not self.over:
+                self.consumer.stop(Outcome(Verdict.TIMEOUT, "expired"))
+                self.settle()
             self.one_outcome()
             self.fenced_blocks_are_not_written()
-        if not self.consumer.opened:
-            self.consumer.stop(Outcome(Verdict.TIMEOUT, "expired"))
-            assert self.consumer.fenced
+        self.everything_has_ended()
+        self.those_that_opened_agree()
+
+    def let_happen(self, sender: Sending) -> None:
+        if sender.alive and not sender.connected and not sender.knows_of_loss:
+            sender.learn_of_loss()
+        if _may_ask(sender):
+            sender.ask()
+        while sender.to_consumer:
+            self.deliver(sender)
+        if not sender.alive:
             return
-        consumer, producer = self.consumer.outcome, self.producer.outcome
-        assert consumer is not None
+        while sender.replies:
+            sender.deliver_reply()
+        while sender.decisions:
+            sender.deliver_decision()
+        sender.fly()
+        sender.change(sender.state.close, "left")
+        sender.fly()
+
+    def everything_has_ended(self) -> None:
+        assert self.consumer.outcome is not None
         assert self.consumer.ended
-        assert self.consumer.fenced or not (self.connected or self.dead)
-        if not self.dead:
-            assert producer is not None
-        if self.connected and not self.gave_up:
-            assert producer is not None
-            assert (producer.verdict is Verdict.FINISHED) == (consumer.verdict is Verdict.FINISHED)
-            assert producer.verdict in (Verdict.FINISHED, Verdict.ABORTED)
-            if not self.timed_out:
-                assert producer.verdict is consumer.verdict
+        dangerous = [number for number in self.lost if self.senders[number].in_flight("writing")]
+        assert not dangerous
+        for number in self.lost:
+            self.fence(number)
+        if not self.closed:
+            assert self.consumer.fenced
+        for sender in self.senders:
+            if sender.alive:
+                assert sender.state.phase is Phase.CONCLUDED
+                assert sender.state.settled
+                assert sender.state.drained
+
+    def those_that_opened_agree(self) -> None:
+        ours = self.consumer.outcome
+        assert ours is not None
+        for number in self.links:
+            sender = self.senders[number]
+            theirs = sender.state.outcome
+            if not sender.connected or sender.gave_up:
+                continue
+            assert theirs is not None
+            assert (theirs == FINISHED) == (ours == FINISHED)
+            assert theirs.verdict in (Verdict.FINISHED, Verdict.ABORTED)
+            assert theirs.reason == ours.reason
+
+
+def _may_ask(sender: Sending) -> bool:
+    return sender.alive and not sender.asked and sender.state.phase is Phase.OPENING
+
+
+def _alive(sender: Sending) -> bool:
+    return sender.alive
+
+
+def _pushing(sender: Sending) -> bool:
+    return sender.alive and sender.state.unfinished and sender.state.outcome is None
+
+
+def _flying(sender: Sending) -> bool:
+    return sender.alive and bool(sender.queue or not all(transfer.released for transfer in sender.transfers))
+
+
+def _has_news(sender: Sending) -> bool:
+    return sender.visible != sender.words
+
+
+def _has_to_learn(sender: Sending) -> bool:
+    return sender.alive and not sender.connected and not sender.knows_of_loss
 
 
 TestStreaming = Streaming.TestCase
 TestStreaming.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
 
 
-def opened(layers: int = LAYERS) -> ConsumerState:
-    state = ConsumerState(layers)
-    state.open()
+def opened(*owed: Collection[int]) -> ConsumerState:
+    """Return the state of a consumer whose senders have all opened the stream."""
+    state = ConsumerState(LAYERS, owed or [LAYERS])
+    for number in range(len(owed) or 1):
+        state.open(number)
     return state
 
 
 def producing(layers: int) -> ProducerState:
-    state = ProducerState(layers)
-    state.begin()
-    state.open()
+    """Return the state of a sender whose stream is open."""
+    state = ProducerState(range(layers))
+    state.open(range(layers))
     return state
 
 
+def deliver(state: ProducerState, layer: int) -> None:
+    """Push a layer, and let it land."""
+    state.push(layer, None)
+    assert state.start(layer)
+    state.land(layer, complete=True)
+    state.release(layer)
+
+
 class TestConsumer:
-    def test_all_layers_finish_and_fence_it(self) -> None:
+    def test_all_layers_fence_it_and_the_end_finishes_it(self) -> None:
         state = opened()
-        assert state.land([2, 2, 0]) == [2, 0]
-        assert state.outcome is None
-        assert state.land([0, 1]) == [1]
-        assert state.outcome == Outcome(Verdict.FINISHED)
+        assert [state.land(0, layer, 4, complete=True) for layer in (2, 2, 0)] == [True, False, True]
+        assert not state.fenced
+        assert state.land(0, 1, 4, complete=True)
+        assert state.landed
         assert state.fenced
+        assert state.complete == [2, 0, 1]
+        assert state.outcome is None
+        state.end(0, True, "", b"token")
+        assert state.outcome == FINISHED
+        assert state.ended
+        assert state.payload == b"token"
+
+    def test_leaving_once_all_has_landed_finishes_it(self) -> None:
+        state = opened()
+        for layer in LAYERS:
+            state.land(0, layer, 4, complete=True)
+        assert state.stop(FINISHED)
+        assert state.outcome == FINISHED
         assert not state.ended
-        assert state.landed == [2, 0, 1]
+        state.end(0, False, "too late")
+        assert state.outcome == FINISHED
+        assert state.ended
+
+    def test_a_layer_lands_in_chunks(self) -> None:
+        state = opened()
+        assert state.land(0, 1, 2, complete=False)
+        assert not state.land(0, 1, 2, complete=False)
+        assert not state.land(0, 1, 1, complete=False), "an older word"
+        assert (state.tokens(1), state.is_complete(1)) == (2, False)
+        assert state.land(0, 1, 4, complete=False)
+        assert state.land(0, 1, 4, complete=True)
+        assert (state.tokens(1), state.is_complete(1), state.complete) == (4, True, [1])
+
+    def test_a_layer_needs_all_that_owe_it(self) -> None:
+        state = opened([0, 1, 2], [1], [])
+        state.land(0, 1, 4, complete=True)
+        assert (state.tokens(1), state.is_complete(1), state.waiting_for(1)) == (0, False, [1])
+        assert not state.land(1, 0, 4, complete=True), "it does not owe this layer"
+        assert not state.land(2, 1, 4, complete=True), "it owes none"
+        assert state.waiting_for(0) == [0]
+        state.land(1, 1, 3, complete=False)
+        assert state.tokens(1) == 3
+        state.land(1, 1, 4, complete=True)
+        assert (state.tokens(1), state.is_complete(1), state.waiting_for(1)) == (4, True, [])
+
+    def test_it_is_finished_when_all_senders_have_ended(self) -> None:
+        state = opened([0, 1, 2], [1], [])
+        state.end(1, True, "", b"second")
+        state.end(2, True, "", b"third")
+        assert state.outcome is None
+        assert not state.ended
+        state.end(0, True, "")
+        assert state.outcome == FINISHED
+        assert state.payload == b"second", "the first that is not empty"
 
     def test_nothing_lands_before_opening_or_after_the_end(self) -> None:
-        state = ConsumerState(LAYERS)
-        assert state.land([0]) == []
-        state.open()
+        state = ConsumerState(LAYERS, [LAYERS])
+        assert not state.land(0, 0, 4, complete=True)
+        state.open(0)
         state.stop(Outcome(Verdict.ABORTED, "x"))
-        assert state.land([0]) == []
+        assert not state.land(0, 0, 4, complete=True)
+        assert state.tokens(0) == 0
 
-    def test_a_ticket_is_used_once(self) -> None:
-        state = opened()
+    def test_a_sender_uses_a_ticket_once(self) -> None:
+        state = ConsumerState(LAYERS, [LAYERS, []])
+        state.open(0)
         with pytest.raises(TicketError, match="used before"):
-            state.open()
+            state.open(0)
+        state.open(1)
 
     def test_a_revoked_ticket_is_void_and_needs_no_fence(self) -> None:
-        state = ConsumerState(LAYERS)
-        assert not state.stop(Outcome(Verdict.ABORTED, "gone"))
+        state = ConsumerState(LAYERS, [LAYERS])
+        assert state.stop(Outcome(Verdict.ABORTED, "gone"))
+        assert state.outcome == Outcome(Verdict.VOID, "gone")
         assert state.fenced
         assert state.ended
         with pytest.raises(TicketError, match="gone"):
-            state.open()
+            state.open(0)
 
-    def test_a_timeout_leaves_the_fence_to_the_producer(self) -> None:
+    def test_a_sender_that_never_opened_needs_no_fence(self) -> None:
+        state = ConsumerState(LAYERS, [[0], [1, 2]])
+        state.open(0)
+        state.stop(Outcome(Verdict.ABORTED, "gone"))
+        assert not state.fenced
+        state.end(0, False, "gone")
+        assert state.fenced
+        assert state.ended
+
+    def test_a_sender_that_may_still_open_it_keeps_it_unfenced(self) -> None:
+        state = ConsumerState(LAYERS, [[0], [1, 2]])
+        state.open(0)
+        state.land(0, 0, 4, complete=True)
+        state.end(0, True, "")
+        assert not state.fenced
+        state.open(1)
+        state.land(1, 1, 4, complete=True)
+        assert not state.fenced
+        state.land(1, 2, 4, complete=True)
+        assert state.fenced
+
+    def test_a_timeout_leaves_the_fence_to_the_sender(self) -> None:
         state = opened()
         assert state.stop(Outcome(Verdict.TIMEOUT, "stall"))
         assert not state.fenced
         assert not state.stop(Outcome(Verdict.ABORTED, "again"))
-        outcome, news = state.end(True, "")
-        assert (outcome.verdict, news, state.fenced) == (Verdict.TIMEOUT, [], True)
+        state.end(0, True, "")
+        assert (state.outcome, state.complete, state.fenced) == (Outcome(Verdict.TIMEOUT, "stall"), [], True)
 
     def test_a_complete_end_lands_missing_layers(self) -> None:
         state = opened()
-        state.land([1])
-        assert state.end(True, "") == (Outcome(Verdict.FINISHED), [0, 2])
+        state.land(0, 1, 4, complete=True)
+        state.end(0, True, "")
+        assert state.outcome == FINISHED
+        assert state.complete == [1, 0, 2]
+
+    def test_a_word_that_arrives_after_its_sender_has_ended_completes_no_layer_again(self) -> None:
+        state = opened([0, 1, 2], [0])
+        state.end(0, True, "")
+        assert state.complete == [1, 2]
+        assert state.land(0, 1, 4, complete=True)
+        assert not state.land(0, 1, 4, complete=True)
+        assert (state.tokens(1), state.complete, state.landed) == (4, [1, 2], False)
 
     @pytest.mark.parametrize("dead", [True, False])
     def test_only_death_fences_a_lost_stream(self, dead: bool) -> None:
         state = opened()
-        state.lose("gone", dead)
+        state.lose(0, "gone", dead)
         assert state.outcome == Outcome(Verdict.LOST, "gone")
         assert state.fenced is dead
-        state.fence()
+        state.fence(0)
         assert state.fenced
+
+    def test_the_loss_of_one_sender_is_that_of_the_stream(self) -> None:
+        state = opened([0, 1], [2])
+        state.lose(1, "gone", dead=True)
+        assert state.outcome == Outcome(Verdict.LOST, "gone")
+        assert not state.fenced, "the other may write"
+        assert not state.ended
+        state.end(0, False, "gone")
+        assert state.fenced
+        assert state.ended
+
+    @pytest.mark.parametrize("dead", [True, False])
+    def test_the_loss_of_a_sender_that_has_ended_loses_nothing(self, dead: bool) -> None:
+        state = opened([0, 1], [2])
+        state.end(1, True, "")
+        state.lose(1, "gone", dead)
+        assert state.outcome is None
+        state.end(0, True, "")
+        assert state.outcome == FINISHED
+        assert state.fenced
+
+    def test_a_closing_pool_awaits_no_more_messages(self) -> None:
+        state = opened([0, 1], [2])
+        state.stop(Outcome(Verdict.ABORTED, "closed"))
+        state.cut()
+        assert state.ended
+        assert not state.fenced
 
 
 class TestProducer:
     def test_wrong_pushes(self) -> None:
         state = producing(2)
-        state.push(0)
-        with pytest.raises(InvalidArgumentError, match="pushed before"):
-            state.check(0)
-        for layer in (-1, 2):
-            with pytest.raises(RangeError, match="does not exist"):
-                state.check(layer)
-        assert state.abort("no more")
+        state.check(0, 4, 4)
+        state.push(0, 6)
+        for first in (4, 5, 7):
+            with pytest.raises(InvalidArgumentError, match=f"from {first} of layer 0 .* from 6 are next"):
+                state.check(0, first, 4)
+        state.check(0, 6, 4)
+        state.push(0, None)
+        with pytest.raises(InvalidArgumentError, match="all of layer 0 was pushed before"):
+            state.check(0, 8, 4)
+        with pytest.raises(InvalidArgumentError, match="from 5 of layer 1 .* from 4 are next"):
+            state.check(1, 5, 4)
+        assert state.decide(Outcome(Verdict.ABORTED, "no more"))
         with pytest.raises(StreamAbortedError, match="no more"):
-            state.check(1)
+            state.check_going_on()
 
-    def test_layers_are_pushed_while_it_is_open(self) -> None:
-        state = ProducerState(1)
-        for step in (state.begin, state.open):
-            with pytest.raises(ClosedError, match="not open"):
-                state.check(0)
-            step()
-        state.check(0)
-        with pytest.raises(ClosedError, match="opened only once"):
-            state.begin()
+    def test_layers_are_pushed_while_it_opens_and_until_it_is_finished(self) -> None:
+        state = ProducerState([3])
+        state.check_going_on()
+        state.finish(b"")
+        state.check_going_on()
+        state.push(3, None)
+        with pytest.raises(ClosedError, match="was finished"):
+            state.check_going_on()
+        state.open([3])
+        with pytest.raises(ClosedError, match="was finished"):
+            state.check_going_on()
+
+    def test_only_what_is_owed_has_to_be_pushed(self) -> None:
+        state = ProducerState(LAYERS)
+        assert (state.layers, state.pushed) == (3, 0)
+        state.push(1, None)
+        state.open([0, 1])
+        assert (state.layers, state.pushed) == (2, 1)
+        assert [state.owes(layer) for layer in LAYERS] == [True, True, False]
+        deliver(state, 0)
+        deliver(state, 1)
+        state.finish(b"")
+        assert state.complete
+        assert state.conclude()
 
     def test_closing_aborts_streams_without_all_layers(self) -> None:
         state = producing(2)
-        state.push(0)
-        assert state.needs_pushes
-        assert state.close()
-        assert not state.close()
-        with pytest.raises(StreamAbortedError, match="after 1 of 2 layers"):
-            state.check(1)
+        state.push(0, None)
+        assert state.unfinished
+        assert state.close("left")
+        assert not state.close("left")
+        with pytest.raises(StreamAbortedError, match="left after 1 of 2 layers"):
+            state.check_going_on()
         complete = producing(1)
-        complete.push(0)
-        assert not complete.needs_pushes
-        assert not complete.close()
+        complete.push(0, None)
+        assert complete.unfinished
+        assert not complete.close("left")
+        assert not complete.unfinished
         assert complete.stopping is None
+        assert complete.payload == b""
+
+    @pytest.mark.parametrize(("owed", "reason"), [([0], None), ([0, 1], "left after 1 of 2 layers")])
+    def test_closing_while_it_opens_waits_for_what_is_owed(self, owed: list[int], reason: str | None) -> None:
+        state = ProducerState([0, 1])
+        state.push(0, None)
+        assert not state.close("left")
+        assert not state.unfinished
+        with pytest.raises(ClosedError, match="was finished"):
+            state.check_going_on()
+        assert state.open(owed) == (reason is not None)
+        assert state.stopping == reason
 
     def test_after_giving_up_nothing_waits(self) -> None:
         state = producing(1)
-        state.abort("x")
+        state.decide(Outcome(Verdict.ABORTED, "x"))
         assert state.conclude()
         assert not state.conclude()
         assert not state.settled
@@ -418,41 +962,55 @@ class TestProducer:
         assert state.settled
         assert state.outcome == Outcome(Verdict.ABORTED, "x")
 
+    def test_giving_up_is_a_timeout(self) -> None:
+        state = producing(1)
+        state.push(0, None)
+        state.start(0)
+        state.stop("changed my mind")
+        state.conclude()
+        state.give_up("too slow")
+        assert state.settled
+        with pytest.raises(TransferTimeoutError, match="too slow"):
+            state.check_going_on()
+
     def test_nothing_starts_after_an_abort(self) -> None:
         state = producing(2)
-        state.push(0)
-        state.abort("stop")
+        state.push(0, None)
+        state.decide(Outcome(Verdict.ABORTED, "stop"))
         assert not state.start(0)
+
+    def test_a_layer_is_in_flight_until_its_last_transfer_is_released(self) -> None:
+        state = producing(1)
+        state.start(0)
+        state.start(0)
+        state.stop("changed my mind")
+        for _ in range(2):
+            with pytest.raises(AssertionError):
+                state.end("id", 3)
+            state.release(0)
+        assert state.end("id", 3) == End("id", 3, False, "changed my mind")
 
     def test_after_the_end_is_sent_it_is_too_late_to_stop(self) -> None:
         state = producing(1)
-        state.push(0)
-        state.start(0)
-        state.land(0)
-        state.release(0)
-        assert state.end("id").complete
-        state.stop("changed my mind")
+        deliver(state, 0)
+        state.finish(b"token")
+        assert state.end("id", 3) == End("id", 3, True, "", b"token")
+        assert not state.stop("changed my mind")
         assert state.stopping is None
 
-    def test_a_finished_answer_overrides_our_own_wish_to_stop(self) -> None:
+    def test_a_finished_reply_overrides_our_own_wish_to_stop(self) -> None:
         state = producing(1)
-        state.push(0)
+        state.push(0, None)
         state.start(0)
         state.stop("changed my mind")
         state.release(0)
-        assert state.end("id") == End("id", False, "changed my mind")
-        state.answer(Outcome(Verdict.FINISHED))
-        state.abort("late")
-        assert state.outcome == Outcome(Verdict.FINISHED)
+        assert state.end("id", 0) == End("id", 0, False, "changed my mind")
+        state.decide(FINISHED)
+        state.decide(Outcome(Verdict.ABORTED, "late"))
+        assert state.outcome == FINISHED
 
-
-def test_reasons_of_the_other_side_can_neither_forge_a_line_nor_control_a_terminal() -> None:
-    reason = "bad\nWARNING forged\x1b[2J\r\u202e" + 500 * "x"
-    for message in (
-        parse({"say": "abort", "id": "1", "reason": reason}),
-        parse({"say": "end", "id": "1", "complete": False, "reason": reason}),
-        Outcome.parse({"outcome": "aborted", "reason": reason}),
-    ):
-        assert not isinstance(message, Open)
-        assert message.reason.startswith("bad?WARNING forged?[2J??xxx")
-        assert len(message.reason) == REASON_CHARACTERS
+    @pytest.mark.parametrize(("opened", "verdict"), [(True, Verdict.LOST), (False, Verdict.VOID)])
+    def test_a_loss_before_the_opening_makes_the_ticket_void(self, opened: bool, verdict: Verdict) -> None:
+        state = producing(1) if opened else ProducerState([0])
+        assert state.lose("gone")
+        assert state.outcome == Outcome(verdict, "gone")

@@ -13,25 +13,38 @@ from typing import Any
 
 import hixl_async as hx
 
-LAYOUT = hx.kv.Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", block_tokens=16)
-BLOCKS = 32
+LAYERS, BLOCKS = 4, 32
+GROUP = hx.kv.Group.attention(LAYERS, kv_heads=2, head_dim=128, dtype="uint8")
+VIEW = hx.kv.View.ordered(GROUP, blocks=BLOCKS, block_tokens=16)
+
+
+def fill(pool: hx.kv.Pool, ids: tuple[int, ...], layer: int, value: int) -> None:
+    """Set all bytes of one layer of some blocks."""
+    for part in ("k", "v"):
+        pool.array(layer, part)[list(ids)] = value
+
+
+def values(pool: hx.kv.Pool, ids: tuple[int, ...], layer: int) -> set[int]:
+    """Return the different bytes of one layer of some blocks."""
+    return {int(value) for part in ("k", "v") for value in pool.array(layer, part)[list(ids)].reshape(-1)}
 
 
 class Worker:
     def __init__(self, pool: hx.kv.Pool) -> None:
         self.pool = pool
         self.blocks: hx.kv.Blocks
+        self.stream: hx.kv.LayerStream
         self.out: hx.kv.PushStream
 
     async def reserve(self, blocks: int, value: int = 0) -> dict[str, Any]:
         self.blocks = await self.pool.reserve(blocks=blocks)
-        view = self.pool.region.numpy("uint8", (4, 2, BLOCKS, LAYOUT.block_bytes))
-        for layer in range(4):
-            view[layer, :, self.blocks.ids] = value + layer
+        for layer in range(LAYERS):
+            fill(self.pool, self.blocks.ids, layer, value + layer)
         return {"ids": self.blocks.ids}
 
     async def ticket(self, **times: float) -> dict[str, Any]:
-        return self.blocks.ticket(**times)
+        self.stream = self.blocks.stream(**times)
+        return self.stream.ticket()
 
     async def open(self, ticket: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
         peer = await self.pool.engine.connect(ticket["address"])
@@ -40,15 +53,15 @@ class Worker:
 
     async def push(self, layers: list[int], ready: bool = True) -> dict[str, Any]:
         for layer in layers:
-            self.out.push(layer, self.blocks[layer], ready=None if ready else lambda: False)
+            self.out.push(layer, self.blocks, ready=None if ready else lambda: False)
         return {}
 
-    async def end(self) -> dict[str, Any]:
-        await self.out.finished()
+    async def end(self, payload: str = "") -> dict[str, Any]:
+        await self.out.finish(payload.encode())
         return {}
 
     async def finished(self) -> dict[str, Any]:
-        await self.blocks.stream().finished()
+        await self.stream.finished()
         return {}
 
     async def close(self) -> dict[str, Any]:
@@ -60,9 +73,8 @@ class Worker:
             return {}
 
     async def layer(self, layer: int) -> dict[str, Any]:
-        await self.blocks.stream().layer(layer)
-        view = self.pool.region.numpy("uint8", (4, 2, BLOCKS, LAYOUT.block_bytes))
-        return {"values": sorted({int(value) for value in view[layer][:, self.blocks.ids].reshape(-1)})}
+        await self.stream.layer(layer)
+        return {"values": sorted(values(self.pool, self.blocks.ids, layer))}
 
 
 async def main(role: str) -> None:
@@ -72,9 +84,7 @@ async def main(role: str) -> None:
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(hx.Engine("127.0.0.1:0", name=role))
         access = "write" if role == "consumer" else "none"
-        pool = await stack.enter_async_context(
-            hx.kv.Pool(engine, LAYOUT, blocks=BLOCKS, name=f"kv-{role}", access=access, shuffle=1)
-        )
+        pool = await stack.enter_async_context(hx.kv.Pool(engine, VIEW, name=f"kv-{role}", access=access, shuffle=1))
         worker = Worker(pool)
         print(json.dumps({"address": engine.address}), flush=True)
         while line := await lines.readline():

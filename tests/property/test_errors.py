@@ -27,7 +27,9 @@ from .test_machine import LOOPS
 
 CELL, PER_CALL, CALLS = 64, 3, 12
 ROOTS = (errors.RefusedError, errors.TransferError)
-LAYOUT = hx.kv.Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", block_tokens=2)
+LAYERS = 2
+GROUP = hx.kv.Group.attention(LAYERS, kv_heads=1, head_dim=8, dtype="float16")
+VIEW = hx.kv.View.ordered(GROUP, blocks=CALLS, block_tokens=2)
 FAULTS: dict[str, Callable[[FaultPlan, dict[str, Any]], FaultPlan]] = {
     "fail": lambda plan, words: plan.fail(**words),
     "busy": lambda plan, words: plan.busy(**words),
@@ -192,22 +194,21 @@ class Program:
         source, target = self.kv
         blocks = await target.reserve(blocks=1)
         mine = await source.reserve(blocks=1)
-        view = target.region.numpy("uint8", (LAYOUT.layers, 2, target.blocks, LAYOUT.block_bytes))
-        pieces = [memoryview(view[layer, part, blocks.ids[0]]) for layer in range(LAYOUT.layers) for part in range(2)]
+        view = target.regions[0].numpy("uint8", (LAYERS, 2, target.blocks, -1))
+        pieces = [memoryview(view[layer, part, blocks.ids[0]]) for layer in range(LAYERS) for part in range(2)]
         consumer = Call(call.number, "the consumer of a stream", [(piece, bytes(piece)) for piece in pieces])
         call.targets = consumer.targets
         self.calls.append(consumer)
         stream = blocks.stream()
-        ticket = blocks.ticket()
+        ticket = stream.ticket()
         if options and call.number % 2:  # before a producer has used the ticket
             await stream.abort()
         with call.catching():
-            out = source.open_stream(self.peer, ticket, timeout=1)
-            await out
-            for layer in range(1 if options else LAYOUT.layers):
-                out.push(layer, mine[layer])
-            await out.aclose()
-            await out.finished()
+            async with source.open_stream(self.peer, ticket, timeout=1) as out:
+                if call.number % 3:  # else the layers wait for the consumer's answer
+                    await out
+                for layer in range(1 if options else LAYERS):
+                    out.push(layer, mine)
         await stream.abort()
         with consumer.catching():
             await stream.finished()
@@ -248,15 +249,19 @@ class Program:
         async for note in self.pair.right.notifications("n"):
             self.heard.add(int.from_bytes(note.payload, "big"))
 
-    async def finish(self) -> None:
-        """Let everything end, and check every call."""
-        while not all(task.done() for task in self.tasks):
-            self.plan.release()
-            await asyncio.wait(self.tasks, timeout=0.002)
-        for task in self.tasks:
-            task.result()
+    async def drained(self) -> None:
+        """Wait until all calls have ended, and nothing of them is in flight any more; what is held has to be released."""
+        await asyncio.gather(*self.tasks)
         with contextlib.suppress(hx.ClosedError):
             await self.pair.left.drained(self.here)
+
+    async def finish(self) -> None:
+        """Let everything end, and check every call."""
+        ending = asyncio.ensure_future(self.drained())
+        while not ending.done():
+            self.plan.release()
+            await asyncio.wait([ending], timeout=0.002)
+        ending.result()
         await self.pair.left.aclose()
         for call in self.calls:
             call.check(self.heard)
@@ -276,10 +281,10 @@ async def program(plan: FaultPlan) -> AsyncIterator[Program]:
         pair.right.serve("answer", lambda peer, body: body)
         pair.right.serve("wait", lambda peer, body: asyncio.get_running_loop().create_future())
         async with (
-            hx.kv.Pool(pair.left, LAYOUT, blocks=CALLS, access="none") as source,
-            hx.kv.Pool(pair.right, LAYOUT, blocks=CALLS) as target,
+            hx.kv.Pool(pair.left, VIEW, access="none") as source,
+            hx.kv.Pool(pair.right, VIEW) as target,
         ):
-            memoryview(source.region)[:] = b"s" * source.region.size
+            memoryview(source.regions[0])[:] = b"s" * source.regions[0].size
             made = Program(pair, plan, here, there, (source, target))
             made.remote = await pair.peer.region("there")
             listening = asyncio.ensure_future(made.listen())

@@ -108,7 +108,8 @@ async def test_calls_of_the_child_raise_with_the_remedy() -> None:
     async with connected() as (engine, process, peer, remote):
         local = engine.allocate("local", 4096)
         batch = hx.Batch("write", local, remote, [(0, 0, 8)])
-        pool = hx.kv.Pool(engine, hx.kv.Layout(2, 1, 8, "float16", 4), blocks=4)
+        group = hx.kv.Group.attention(2, kv_heads=1, head_dim=8, dtype="float16")
+        pool = hx.kv.Pool(engine, hx.kv.View.ordered(group, blocks=4, block_tokens=4))
         calls: dict[str, Callable[[], object]] = {
             "write": lambda: engine.write(local[:8], remote[:8]),
             "write a buffer": lambda: engine.write(b"x" * 8, remote[:8]),

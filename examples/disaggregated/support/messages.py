@@ -43,15 +43,13 @@ class PrefillRequest(Record):
 
     run: int
     prompt: list[int]
-    ticket: dict[str, Any]
-    """D's permission to fill certain blocks of its pool, once."""
     streamed: bool
     """Send each layer as soon as it is computed; if not, all of them after the prefill."""
 
 
 @dataclass(frozen=True)
 class DecodeRequest(Record):
-    """Router to D: decode, with the keys and values that arrive."""
+    """Router to D: decode, with the keys and values that arrive from P."""
 
     run: int
     prompt_tokens: int
@@ -95,11 +93,6 @@ class Report(Record):
 
 
 # Topics of notifications. A run has topics of its own, because many may be under way at once.
-
-
-def first_token_topic(run: int) -> str:
-    """P to D: the `Step` that chose the first token."""
-    return f"run {run}: first token"
 
 
 def tokens_topic(run: int) -> str:

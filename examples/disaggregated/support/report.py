@@ -130,17 +130,12 @@ def timing(run: Run, *, expected_exposed: str = "") -> Column:
         "  dispatch": milliseconds(prefill.start_ns - run.asked_ns),
         "  prefill": milliseconds(prefill.end_ns - prefill.start_ns),
     }
-    if further:
-        column["time to second token"] = milliseconds(run.heard_ns[1] - run.asked_ns)
     if (exposed := run.timeline.exposed_ns()) is not None:
         column["  transfer exposed after the prefill"] = milliseconds(exposed)
     if expected_exposed:
         column["    expected"] = expected_exposed
     if further:
-        waited = sum(wait.end_ns - wait.start_ns for wait in run.timeline.on("wait"))
-        column["  first decode step, without waiting"] = milliseconds(further[0].end_ns - further[0].start_ns - waited)
-    if further[1:]:
-        column["each further token"] = milliseconds(median(step.end_ns - step.start_ns for step in further[1:]))
+        column["each further token"] = milliseconds(median(step.end_ns - step.start_ns for step in further))
     return column
 
 

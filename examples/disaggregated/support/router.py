@@ -76,9 +76,9 @@ class Router:
         number = next(self._numbers)
         run = Run(prompt, max_tokens, asked_ns=time.monotonic_ns())
         to_decode = DecodeRequest(number, len(prompt), max_tokens)
-        # D reserves memory, and its ticket allows P to write there. Both begin at once: P to compute, D to wait.
-        reserved = await self._fleet.together({"D": self._fleet.ask("D", "reserve", to_decode.body())})
-        to_prefill = PrefillRequest(number, prompt, reserved["D"], streamed)
+        # Both begin at once: P to compute, D to reserve memory. P asks D for the ticket meanwhile, which allows it to
+        # write there.
+        to_prefill = PrefillRequest(number, prompt, streamed)
         await self._answer(
             number,
             run,
@@ -141,17 +141,13 @@ class Router:
                     on_token(run.steps[-1].token)
 
     def _add_steps(self, run: Run) -> None:
-        """Add the steps of D, except the time in which they waited for a layer."""
-        waits, texts = run.timeline.on("wait"), TextStream(self._tokenizer)
+        """Add the steps of D."""
+        texts = TextStream(self._tokenizer)
         texts.feed(run.steps[0].token)
         for step in run.steps[1:]:
             # Named by the characters that it completes, because many tokens are only a part of one.
-            text, start = texts.feed(step.token) or "\N{HORIZONTAL ELLIPSIS}", step.start_ns
-            for wait in waits:
-                if start < wait.start_ns < step.end_ns:
-                    run.timeline.add("D", Track.DECODE, text, start, wait.start_ns)
-                    start = wait.end_ns
-            run.timeline.add("D", Track.DECODE, text, start, step.end_ns)
+            text = texts.feed(step.token) or "\N{HORIZONTAL ELLIPSIS}"
+            run.timeline.add("D", Track.DECODE, text, step.start_ns, step.end_ns)
 
 
 def _add_transfers(timeline: Timeline) -> None:

@@ -24,7 +24,7 @@ from hixl_async.testing import FaultPlan, faulty
 
 from . import loops, random_model, weights
 from .messages import Settings, Step, tokens_topic
-from .model import Array, Llama, OnLayer, PagedCache
+from .model import Array, KvMemory, Llama, OnLayer, PagedCache
 
 BLOCK_TOKENS = 16
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -43,16 +43,17 @@ class Worker:
     model: Llama
     _leaving: bool = field(default=False, init=False)
 
-    def layout(self) -> hx.kv.Layout:
+    def view(self) -> hx.kv.View:
         """Return hixl_async's description of memory of the shape ``Config.kv_shape``."""
         config = self.model.config
-        return hx.kv.Layout(
-            layers=config.layers,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            dtype="float32",
-            block_tokens=BLOCK_TOKENS,
+        group = hx.kv.Group.attention(
+            config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype="float32"
         )
+        return hx.kv.View.ordered(group, blocks=self.settings.pool_blocks, block_tokens=BLOCK_TOKENS)
+
+    def memory(self, pool: hx.kv.Pool) -> KvMemory:
+        """Return a pool as the array in which the model computes, so that nothing is copied before or after a transfer."""
+        return pool.regions[0].numpy("float32", self.model.config.kv_shape(pool.blocks, BLOCK_TOKENS))
 
     async def serve_until_router_leaves(self) -> None:
         """Tell the router that this process is ready, and wait until the router leaves."""
@@ -91,26 +92,16 @@ class Worker:
 
         return await asyncio.to_thread(compute)
 
-    async def decode(
-        self,
-        first: Step,
-        cache: PagedCache,
-        *,
-        start: int,
-        max_tokens: int,
-        on_first_layer_done: OnLayer | None = None,
-    ) -> AsyncIterator[Step]:
+    async def decode(self, first: Step, cache: PagedCache, *, start: int, max_tokens: int) -> AsyncIterator[Step]:
         """Go on from a first token, at position `start`, with the likeliest next ones.
 
         :param max_tokens: including the first.
-        :param on_first_layer_done: as ``on_layer_done`` of `step`, during the first step only.
         """
-        step, layer_done = first, on_first_layer_done
+        step = first
         for position in range(start, start + max_tokens - 1):
             if step.token == self.model.config.end_token:
                 return
-            step = await self.step([step.token], cache, start=position, on_layer_done=layer_done)
-            layer_done = None
+            step = await self.step([step.token], cache, start=position)
             yield step
 
     def tell(self, router: hx.Peer, run: int, step: Step | None) -> hx.Transfer:

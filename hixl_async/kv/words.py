@@ -1,0 +1,86 @@
+"""The words of a pool's streams: a row for each sender, a word for each layer, which senders store after their data."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..core.signal_words import SignalWords
+from ..errors import BusyError
+from .protocol import parse_word
+
+__all__ = ["Landing", "WordTable"]
+
+
+class Landing(NamedTuple):
+    """A word that has changed."""
+
+    row: int
+    #: The index of the layer among those of the pool.
+    place: int
+    generation: int
+    #: The tokens that have landed.
+    tokens: int
+    #: True if these are all.
+    complete: bool
+
+
+class WordTable:
+    """The rows of words in one region.
+
+    :param memory: the memory of the region.
+    :param layers: the number of words in a row.
+    """
+
+    def __init__(self, memory: memoryview, layers: int) -> None:
+        self._words = SignalWords(memory)
+        self._layers = layers
+        self._free: list[int] = []  # a heap of the free rows below
+        self._fresh = 0  # this row and those above it were never taken
+        self._used: set[int] = set()
+        self._stop = 0  # no word from here on can change
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self._words.count // self._layers
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """Take so many rows.
+
+        :raises BusyError: if too few are free.
+        """
+        if count > self.rows - len(self._used):
+            raise BusyError(
+                f"{len(self._used)} of the pool's {self.rows} rows of words are in use, one for each sender of a stream that "
+                "is not drained; wait until some are"
+            )
+        rows = tuple(self._take() for _ in range(count))
+        self._used.update(rows)
+        self._stop = max(self._stop, (max(rows) + 1) * self._layers)
+        return rows
+
+    def _take(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self._fresh += 1
+        return self._fresh - 1
+
+    def give(self, rows: Sequence[int]) -> None:
+        """Give rows back, which no peer can write any more."""
+        self._used.difference_update(rows)
+        for row in rows:
+            heapq.heappush(self._free, row)
+        if self._stop == (max(rows) + 1) * self._layers:
+            self._stop = (max(self._used, default=-1) + 1) * self._layers
+
+    def landings(self) -> Iterator[Landing]:
+        """Yield the words that have changed since the last call."""
+        for index, word in self._words.changes(self._stop):
+            row, place = divmod(index, self._layers)
+            yield Landing(row, place, *parse_word(word))
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._words.close()
