@@ -257,9 +257,10 @@ class Consumer:
         if generation != self.ticket.generation or not self.state.land(number, layer, tokens, complete):
             return
         self._links[number].news_at = self._loop.time()
-        self.waiters.wake(layer)
         if self.state.is_complete(layer):
-            self.waiters.wake(ANY_LAYER)
+            self.waiters.wake(layer, ANY_LAYER)
+        else:
+            self.waiters.wake(layer)
         if self.state.fenced:
             self._settle()
 
