@@ -1,10 +1,11 @@
-"""Makes the modules of the disaggregated example importable: it is a demo to run, not a package."""
+"""Makes the examples importable: the modules of the disaggregated one, and the package of the scheduler."""
 
 import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "disaggregated"))
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES / "disaggregated"), str(EXAMPLES)]
 
 # Read when numpy is first imported. With more threads BLAS need not add in the same order twice.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

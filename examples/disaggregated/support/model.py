@@ -144,7 +144,7 @@ class Llama:
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config = config
         self.weights = weights
-        self._rotations = rotations(config.context_length, config.head_dim, config.rope_base)
+        self.rotations = rotations(config.context_length, config.head_dim, config.rope_base)
 
     def forward(
         self,
@@ -168,7 +168,7 @@ class Llama:
         ids = np.asarray(tokens, dtype=np.intp)
         end = start + len(ids)
         self._check(ids, end, cache)
-        rotation = self._rotations[start:end]
+        rotation = self.rotations[start:end]
         hidden: Array = weights.embedding[ids]
         for number, layer in enumerate(weights.layers):
             normed = rms_norm(hidden, layer.attention_norm, config.norm_epsilon)

@@ -1,0 +1,1 @@
+"""A continuous-batching scheduler over two processes; see main.py."""
