@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .shapes import Shard
     from .stream import LayerStream
 
-__all__ = ["Blocks", "adopt", "check_positions", "loan_of"]
+__all__ = ["Blocks", "Limits", "adopt", "check_positions", "loan_of"]
 
 
 class BlockLender(Protocol):
@@ -33,17 +33,19 @@ class BlockLender(Protocol):
     def give(self, ids: tuple[int, ...]) -> None: ...
 
 
+#: The ttl, the lease and the timeout of a stream in seconds; None: the default.
+Limits: TypeAlias = tuple[float | None, float | None, float | None]
+
+
 class Streams(Protocol):
-    """The calls of a pool by which its blocks make streams."""
+    """The call of a pool by which its blocks make streams."""
 
     def __call__(
         self,
         blocks: Sequence[Blocks],
         tokens: Sequence[tuple[int, int]] | None,
         sources: Sequence[Shard] | None,
-        ttl: float | None,
-        lease: float | None,
-        timeout: float | None,
+        limits: Limits,
     ) -> LayerStream: ...
 
 
@@ -266,7 +268,7 @@ class Blocks(Sealed, maker="pool.reserve()"):
         :raises ClosedError: if the blocks or the pool are closed.
         :raises WrongLoopError: if called outside of the engine's event loop.
         """
-        return self._streams([self], None if tokens is None else [tokens], sources, ttl, lease, timeout)
+        return self._streams([self], None if tokens is None else [tokens], sources, (ttl, lease, timeout))
 
     # ---- life ----
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..engine.arguments import positive_seconds
 from ..errors import InvalidArgumentError, RangeError
-from .blocks import Blocks, adopt, check_positions, loan_of
+from .blocks import Blocks, Limits, adopt, check_positions, loan_of
 from .consumer import Times
 from .context import PoolContext
 from .protocol import LAYER_TOKENS, Slice
@@ -16,7 +16,7 @@ from .stream import LayerStream
 
 __all__ = ["grant"]
 
-#: The default seconds that a ticket waits for its producer, and that a stream waits for news.
+#: The default seconds until a ticket must be opened, and for which a producer that has opened it may be silent.
 TTL, LEASE = 60.0, 10.0
 
 
@@ -26,12 +26,9 @@ def grant(
     blocks: Sequence[Blocks],
     tokens: Sequence[tuple[int, int]] | None,
     sources: Sequence[Shard] | None,
-    times: tuple[float | None, float | None, float | None],
+    limits: Limits,
 ) -> LayerStream:
-    """Let producers fill blocks once, and return the stream of the layers that land; see ``Pool.stream``.
-
-    :param times: ttl, lease and timeout in seconds, or None for the defaults.
-    """
+    """Let producers fill blocks once, and return the stream of the layers that land; see ``Pool.stream``."""
     blocks = list(blocks)
     if not all(isinstance(one, Blocks) and loan_of(one).context is context for one in blocks):
         raise InvalidArgumentError("blocks must be Blocks of this pool")
@@ -44,8 +41,8 @@ def grant(
     senders = tuple(sources or ())
     if not all(isinstance(shard, Shard) for shard in senders) or len(set(senders)) < len(senders):
         raise InvalidArgumentError("sources must be different hixl_async.kv.Shard")
-    ttl, lease, timeout = times
-    limits = Times(
+    ttl, lease, timeout = limits
+    times = Times(
         TTL if ttl is None else positive_seconds("ttl", ttl),
         LEASE if lease is None else positive_seconds("lease", lease),
         None if timeout is None else positive_seconds("timeout", timeout),
@@ -54,7 +51,7 @@ def grant(
         _slice(context, one, (one.start, one.start + one.tokens) if tokens is None else check_positions(tokens[group]))
         for group, one in enumerate(blocks)
     ]
-    consumer = registry.grant([loan_of(one) for one in blocks], slices, senders, limits)
+    consumer = registry.grant([loan_of(one) for one in blocks], slices, senders, times)
     for one in blocks:
         adopt(one, consumer)
     return LayerStream(consumer, blocks)

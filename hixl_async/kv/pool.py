@@ -18,7 +18,7 @@ from ..engine.arguments import positive_number, positive_seconds, seconds_or_zer
 from ..engine.started import Started
 from ..errors import AccessError, InvalidArgumentError
 from ..types import Access, AccessLike, PeerState
-from .blocks import Blocks
+from .blocks import Blocks, Limits
 from .context import PoolContext
 from .grant import grant
 from .lender import Lender
@@ -295,21 +295,19 @@ class Pool:
         :raises InvalidArgumentError: if an argument is malformed, or `blocks` does not have blocks of each group.
         :raises HixlError: like ``Blocks.stream``.
         """
-        return self._stream(blocks, tokens, sources, ttl, lease, timeout)
+        return self._stream(blocks, tokens, sources, (ttl, lease, timeout))
 
     def _stream(
         self,
         blocks: Sequence[Blocks],
         tokens: Sequence[tuple[int, int]] | None,
         sources: Sequence[Shard] | None,
-        ttl: float | None,
-        lease: float | None,
-        timeout: float | None,
+        limits: Limits,
     ) -> LayerStream:
         self._context.check_usable()
         if not self._writable:
             raise AccessError(f"pool {self.name!r} was made with an access that lets no peer write; use access='write'")
-        return grant(self._context, self._registry, blocks, tokens, sources, (ttl, lease, timeout))
+        return grant(self._context, self._registry, blocks, tokens, sources, limits)
 
     def open_stream(
         self, peer: Peer, ticket: dict[str, Any] | Awaitable[dict[str, Any]], *, timeout: float = 10.0

@@ -156,7 +156,7 @@ class Verdict(Enum):
     FINISHED = "finished"
     #: One of the two sides gave up.
     ABORTED = "aborted"
-    #: A time limit passed: between two layers, of the whole stream, or of its end.
+    #: A time limit passed: of the lease, of the whole stream, or of its end.
     TIMEOUT = "timeout"
     #: The peer was lost.
     LOST = "lost"

@@ -6,7 +6,8 @@ brings its tokens in order, and a layer is complete when all that owe it have br
 Invariants for all interleavings of messages, aborts and losses (``tests/kv/test_states.py``):
 
 S1  Each side gets exactly one outcome, which never changes.
-S2  A sender's outcome is *finished* only if the consumer's is; without a loss or a timeout the two are equal.
+S2  A sender's outcome is *finished* only if the consumer's is; without a loss or a timeout the two are equal, at senders whose
+    opening was accepted.
 S3  While the consumer is not fenced its blocks are not reused; once it is, no transfer of a sender can write them.
 S4  Messages that arrive after an outcome change nothing but the fence.
 """
