@@ -21,6 +21,10 @@ __all__ = ["MAX_DESCRIPTORS", "Channel", "Packet", "TcpChannel", "UnixChannel", 
 MAX_DESCRIPTORS = 4
 _LEAST_BUFFER = 2 * codec.ESTABLISHED_LIMIT
 _DESCRIPTORS_SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+# Plain integers, because an operation on two members of an enumeration takes as long as the system call.
+_CLOSE_ON_EXEC, _NO_SIGNAL = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)
+_CUT_DATA, _CUT_DESCRIPTORS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
+_CUT = _CUT_DATA | _CUT_DESCRIPTORS
 
 
 class Packet(NamedTuple):
@@ -81,7 +85,7 @@ class UnixChannel:
 
     def receive(self) -> Packet | None:
         try:
-            data, ancillary, flags, _ = self.sock.recvmsg(self.limit, _DESCRIPTORS_SPACE, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = self.sock.recvmsg(self.limit, _DESCRIPTORS_SPACE, _CLOSE_ON_EXEC)
         except (BlockingIOError, InterruptedError):
             return None
         except ConnectionResetError:
@@ -96,15 +100,15 @@ class UnixChannel:
                 numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
                 descriptors += numbers
         foreign = [descriptor for descriptor in descriptors if may_block_close(descriptor)]
-        if foreign or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not data:
+        if foreign or flags & _CUT or not data:
             close_descriptors(set(descriptors).difference(foreign))
             if foreign:
                 threading.Thread(target=close_descriptors, args=(foreign,), daemon=True).start()
                 raise ProtocolError("a descriptor is neither memory nor a pipe")
-            if flags & socket.MSG_CTRUNC:
+            if flags & _CUT_DESCRIPTORS:
                 # Too many were sent, or this process may not open more: some are lost, so the message is invalid.
                 raise ProtocolError("a message came with more descriptors than could be received")
-            if flags & socket.MSG_TRUNC:
+            if flags & _CUT_DATA:
                 raise ProtocolError(f"a message is over the limit of {self.limit} bytes")
             raise PeerDownError("the other side closed the connection")
         return Packet(data, descriptors)
@@ -112,7 +116,7 @@ class UnixChannel:
     def send(self, data: bytes, descriptors: Sequence[int]) -> bool:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
-            self.sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+            self.sock.sendmsg([data], rights, _NO_SIGNAL)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
@@ -171,7 +175,7 @@ class TcpChannel:
     def flush(self) -> bool:
         while self._rest:
             try:
-                sent = self.sock.send(self._rest, socket.MSG_NOSIGNAL)
+                sent = self.sock.send(self._rest, _NO_SIGNAL)
             except (BlockingIOError, InterruptedError):
                 return False
             except OSError as error:

@@ -81,7 +81,7 @@ def encode(kind: str, body: dict[str, Any], limit: int = ESTABLISHED_LIMIT) -> b
         raise ProtocolError(f"the body of {kind!r} holds half a surrogate pair, which UTF-8 cannot carry") from None
     if len(data) > limit:
         raise ProtocolError(f"the {kind!r} message of {len(data)} bytes is over the limit of {limit}")
-    _check_counts(data, data.translate(_SHAPE))
+    _check_counts(data)
     return data
 
 
@@ -94,8 +94,7 @@ def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
     """
     if len(data) > limit:
         raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {limit}")
-    shape = data.translate(_SHAPE)
-    containers = _check_counts(data, shape)
+    containers = _check_counts(data)
     try:
         value = _DECODER.decode(data.decode())
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeError are ValueErrors
@@ -107,7 +106,7 @@ def decode(data: bytes, limit: int = ESTABLISHED_LIMIT) -> Message:
         raise ProtocolError("not a valid message: its kind must be a short lower-case word")
     if not isinstance(body, dict):
         raise ProtocolError(f"not a valid message: the body of {kind!r} must be an object")
-    if _suspicious(shape):
+    if _suspicious(data):
         try:
             _check(body)
         except UnicodeEncodeError:
@@ -296,15 +295,15 @@ _FEW = 32
 _FEW_BYTES = min(MAX_CONTAINERS, MAX_VALUES, MAX_FLOATS)
 
 
-def _check_counts(data: bytes, shape: bytes) -> int:
+def _check_counts(data: bytes) -> int:
     """Return an upper bound of the number of containers in a message.
 
-    :param shape: `data`, translated by `_SHAPE`.
     :raises ProtocolError: if it holds too many containers, values or floats.
     """
     containers = data.count(b"{") + data.count(b"[")
     if len(data) <= _FEW_BYTES:  # too short to hold too many of anything
         return containers
+    shape = data.translate(_SHAPE)
     for what, count, most in (
         ("objects and lists", containers, MAX_CONTAINERS),
         ("values", data.count(b","), MAX_VALUES),
@@ -315,11 +314,12 @@ def _check_counts(data: bytes, shape: bytes) -> int:
     return containers
 
 
-def _suspicious(shape: bytes) -> bool:
-    """Return True if JSON of this shape may hold a value that a message cannot carry.
+def _suspicious(data: bytes) -> bool:
+    """Return True if a message may hold a value that no message can carry.
 
     Such values are half a surrogate pair, an integer of more than 64 bits, and a float that is not finite.
     """
+    shape = data.translate(_SHAPE)
     return b"0" * 19 in shape or b"e000" in shape or b"e+000" in shape or b"\\ud" in shape
 
 

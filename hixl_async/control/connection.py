@@ -95,7 +95,7 @@ class Connection:
         self._queued_descriptors = 0
         self._scheduler = scheduler
         self._on_closed = on_closed
-        self._held: Packet | None = None  # a large message that waits for a pass of its own
+        self._held: Packet | None = None  # a message that was read before its turn
         self._first: asyncio.Handle | None = None  # the first reading of messages that came before `start`
         self._flushed: asyncio.Future[None] | None = None
 
@@ -283,10 +283,11 @@ class Connection:
                 self._held = packet
                 return Progress.POSTPONED
             self._dispatch(packet.data, packet.descriptors)
+            if self._state is _State.OPEN:  # no handler has closed the connection
+                self._held = self._channel.receive()
         except HixlError as error:
             self._lose(error)
-            return Progress.IDLE
-        return Progress.MORE
+        return Progress.IDLE if self._held is None else Progress.MORE
 
     def _dispatch(self, data: bytes, descriptors: list[int]) -> None:
         assert self._on_message is not None

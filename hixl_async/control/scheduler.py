@@ -97,10 +97,16 @@ class FairScheduler:
     def _run(self) -> None:
         """Run steps in turn until the budget is spent or all of them are idle."""
         self._running = True
+        now = self._clock()
         try:
             while self._queue and self._spent < self._budget:
+                before = now
                 step, _ = self._queue.popitem(last=False)
-                progress = self._timed(step)
+                try:
+                    progress = step()
+                finally:
+                    now = self._clock()
+                    self._spent += now - before
                 if progress is Progress.MORE:
                     self._queue[step] = None
                 elif progress is Progress.POSTPONED:
@@ -112,13 +118,6 @@ class FairScheduler:
             # A renewal costs a pass of the loop, which is not worth it while little was spent.
             if self._renewal is None and (self._queue or self._spent > self._budget / 4):
                 self._renewal = asyncio.get_running_loop().call_soon(self._renew)
-
-    def _timed(self, step: Step) -> Progress:
-        before = self._clock()
-        try:
-            return step()
-        finally:
-            self._spent += self._clock() - before
 
     def _renew(self) -> None:
         """Begin a pass with a new budget."""

@@ -475,7 +475,16 @@ cdef object _refuse_transfer(PyTypeObject *kind, PyObject *args, PyObject *kwarg
 hxa_seal(Transfer, _refuse_transfer)
 
 
-# -- for the core and the engine package
+# -- for the core and the packages above it
+
+def all_drained(Transfer first not None, *others):
+    """Wait like `Transfer.drained`, for several transfers of one engine at once.
+
+    :return: a future; cancelling it only ends the wait.
+    :raises WrongLoopError: on another thread than the loop's.
+    """
+    return first.core._drained_transfers([first, *others])
+
 
 def wake(Transfer waiter not None):
     """End a wait that `in_flight.new_waiter` began.  Idempotent."""

@@ -16,6 +16,7 @@ from .lease import BEATS, Lease
 from .loan import Loan
 from .protocol import Decision, End, Open, Outcome, Ticket, Verdict, service
 from .states import FINISHED, ConsumerState
+from .words import Landing
 
 if TYPE_CHECKING:
     from ..engine.peer import Peer
@@ -251,18 +252,19 @@ class Consumer:
 
     # ---- events ----
 
-    def on_word(self, number: int, index: int, generation: int, tokens: int, complete: bool) -> None:
-        """Handle a word of a sender's row that has changed."""
-        layer = self.layers[index]
-        if generation != self.ticket.generation or not self.state.land(number, layer, tokens, complete):
-            return
-        self._links[number].news_at = self._loop.time()
-        if self.state.is_complete(layer):
-            self.waiters.wake(layer, ANY_LAYER)
-        else:
-            self.waiters.wake(layer)
-        if self.state.fenced:
-            self._settle()
+    def on_landings(self, number: int, landings: Sequence[Landing]) -> None:
+        """Handle the words of a sender's row that have changed."""
+        state, layers, ours = self.state, self.layers, self.ticket.generation
+        news = [
+            layers[place]
+            for place, generation, tokens, complete in landings
+            if generation == ours and state.land(number, layers[place], tokens, complete)
+        ]
+        if news:
+            self._links[number].news_at = self._loop.time()
+            self.waiters.wake(*news, ANY_LAYER)
+            if state.fenced:
+                self._settle()
 
     def _on_lost(self, number: int, error: BaseException) -> None:
         self._streams.scan()  # layers that landed before the loss count

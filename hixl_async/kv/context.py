@@ -10,9 +10,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..core.event_poller import EventPoller
+from ..core.memory import LocalSlice
 from ..engine.arguments import positive_number
 from ..errors import ClosedError, EngineForkedError, InvalidArgumentError, RangeError, WrongLoopError
 from .description import describe_groups
+from .placed import Placed
 from .shapes import Shard, View
 from .target import groups_of_layers
 
@@ -37,8 +39,8 @@ class PoolContext:
         self.name = name
         #: What the pool holds, a view for each group.
         self.views = tuple(views)
-        #: The regions of the tensors.
-        self.tensors = tuple(tensors)
+        #: The same with the regions of their tensors.
+        self.placed = tuple(Placed[LocalSlice](view, tensors) for view in views)
         #: The size of the pool in blocks.
         self.blocks = views[0].blocks
         #: The index of the group of each layer that the pool holds.

@@ -37,7 +37,7 @@ class Plan:
     :raises RangeError: if a block table does not hold the tokens, or there is none.
     """
 
-    __slots__ = ("_runs", "_source", "_target", "nbytes")
+    __slots__ = ("_source", "_target", "nbytes", "runs")
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class Plan:
         self._source, self._target = source, target
         # The runs of parts that lie alike are the same.
         made: dict[tuple[object, ...], memoryview] = {}
-        self._runs: list[tuple[int, memoryview]] = []
+        #: For each share the index of its part in the group, and the rows of ``Batch.strided``.
+        self.runs: list[tuple[int, memoryview]] = []
         #: The bytes that are copied of each layer.
         self.nbytes = 0
         for share in _common(source, target) if shares is None else shares:
@@ -67,7 +68,7 @@ class Plan:
             key = (ours, theirs, part.item_bytes, len(share.heads))
             if key not in made:
                 made[key] = paged_runs(here, ours, there, theirs, first, last, part.item_bytes, len(share.heads))
-            self._runs.append((share.part, made[key]))
+            self.runs.append((share.part, made[key]))
             self.nbytes += (last - first) * len(share.heads) * part.item_bytes
 
     def layer(self, layer: int) -> list[Piece]:
@@ -77,8 +78,8 @@ class Plan:
         :return: the copies of each part.
         :raises RangeError: if one of the views does not hold the layer.
         """
-        here, there = _places(self._source, layer), _places(self._target, layer)
-        return [Piece(here[part], there[part], runs) for part, runs in self._runs]
+        here, there = self._source.places_of(layer), self._target.places_of(layer)
+        return [Piece(here[part], there[part], runs) for part, runs in self.runs]
 
 
 def _check(side: str, table: BlockTable, view: View, first: int, last: int) -> None:
@@ -98,13 +99,6 @@ def _geometry(view: View, share: Share) -> tuple[int, int, int, int, int]:
     strides = view.strides[share.part]
     first = share.heads.start - view.shard.heads(view.group.parts[share.part]).start
     return (view.block_tokens, *strides, first * strides.head)
-
-
-def _places(view: View, layer: int) -> tuple[Place, ...]:
-    try:
-        return view.places[layer]
-    except KeyError:
-        raise RangeError(f"rank {view.shard.rank} of {view.shard.ranks} does not hold layer {layer}") from None
 
 
 def _common(source: View, target: View) -> list[Share]:

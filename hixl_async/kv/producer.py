@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ..engine.arguments import whole_number
 from ..engine.waiters import Waiters
@@ -43,6 +43,9 @@ __all__ = ["Producer"]
 
 #: The keys of the producer's waiters.
 OPEN, DECISION, DRAINED, END = "open", "decision", "drained", "end"
+
+#: The arguments of a push: the layer, the source, the tokens, `last`, and the question whether it is ready.
+_Request: TypeAlias = tuple[int, Loan, tuple[int, int] | None, bool | None, Callable[[], Any] | None]
 
 
 class OutgoingStreams(Protocol):
@@ -89,7 +92,7 @@ class Producer:
         self._failure: HixlError | None = None  # of the opening
         self._number = 0  # of this sender among those of the ticket
         self._interval: float | None = None  # of the signs of life that keep the consumer's lease
-        self._early: list[_Request] = []  # pushes before the ticket is known
+        self._early: list[_Request] = []  # pushes before it is known which tokens the ticket names
         self._lock = threading.Lock()  # guards what is shared with pushing threads
         self._sender = Sender(context, self.state, self._lock, self._advance, self._fail)
         # The ticket to come, which is cancelled if the stream ends before.
@@ -106,21 +109,21 @@ class Producer:
         """Queue a layer to be sent; see `PushStream.push`."""
         if tokens is not None:
             check_positions(tokens)
-        request = _Request(whole_number("layer", layer), self._loan_of(source), tokens, last, predicate(ready))
-        if request.source.group != (group := self.context.group_of(request.layer)):
+        layer, loan, question = whole_number("layer", layer), self._loan_of(source), predicate(ready)
+        if loan.group != (group := self.context.group_of(layer)):
             raise InvalidArgumentError(
-                f"layer {layer} belongs to group {group}, and the source blocks to group {request.source.group}; reserve "
-                f"blocks with group={group}"
+                f"layer {layer} belongs to group {group}, and the source blocks to group {loan.group}; reserve blocks with "
+                f"group={group}"
             )
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             self.state.check_going_on()
             if self.ticket is None:
-                self._sender.hold(request.source)
-                self._early.append(request)
+                self._sender.hold(loan)
+                self._early.append((layer, loan, tokens, last, question))
                 return
-            wake = self._add(request, self.ticket)
+            wake = self._add(self.ticket, layer, loan, tokens, last, question)
         if threading.get_ident() == self.context.thread:
             self._sender.pump()
         elif wake:
@@ -137,12 +140,19 @@ class Producer:
             raise InvalidArgumentError(f"the source blocks belong to pool {loan.context}, the stream to pool {ours}")
         return loan
 
-    def _add(self, request: _Request, ticket: Ticket) -> bool:
+    def _add(
+        self,
+        ticket: Ticket,
+        layer: int,
+        source: Loan,
+        tokens: tuple[int, int] | None,
+        complete: bool | None,
+        question: Callable[[], Any] | None,
+    ) -> bool:
         """Queue what was asked for; the caller holds the lock.  See `Sender.add`."""
-        layer, source = request.layer, request.source
         part = ticket.slices[source.group]
         held = source.start + len(source.ids) * self.context.views[source.group].block_tokens
-        first, last = (part.first, min(part.last, held)) if request.tokens is None else request.tokens
+        first, last = (part.first, min(part.last, held)) if tokens is None else tokens
         if not part.first <= first < last <= part.last:
             raise RangeError(
                 f"tokens {first} to {last} are not within those of the ticket, {part.first} to {part.last}"
@@ -150,8 +160,8 @@ class Producer:
         if not source.start <= first < last <= held:
             raise RangeError(f"the source blocks hold the tokens {source.start} to {held}, not {first} to {last}")
         self.state.check(layer, first, part.first)
-        complete = request.tokens is None or last == part.last or bool(request.last)
-        wake = self._sender.add(Push(layer, source, first, last, complete, request.question))
+        complete = tokens is None or last == part.last or bool(complete)
+        wake = self._sender.add(Push(layer, source, first, last, complete, question))
         self.state.push(layer, None if complete else last)
         return wake
 
@@ -226,7 +236,7 @@ class Producer:
             self.ticket, early = ticket, self._early
             self._early = []
             for request in early:
-                self._add(request, ticket)
+                self._add(ticket, *request)
 
     async def _open(self, ticket: Awaitable[dict[str, Any]] | None) -> None:
         """Ask the consumer to accept the ticket; `PushStream.opened` lists the errors."""
@@ -367,7 +377,8 @@ class Producer:
             if self.state.outcome is None or self.state.outcome.verdict is not Verdict.LOST:
                 await self._say_end()
             patience.cancel()
-            await self._decided()
+            if self.state.outcome is None:
+                await self._decided()
         finally:
             patience.cancel()
             if self.state.outcome is None:  # the pool no longer waits
@@ -420,16 +431,6 @@ class Producer:
         self.state.conclude_all()
         self._waiters.wake(DRAINED)
         self._advance()
-
-
-class _Request(NamedTuple):
-    """A push, before it is known which tokens the ticket names."""
-
-    layer: int
-    source: Loan
-    tokens: tuple[int, int] | None
-    last: bool | None
-    question: Callable[[], Any] | None
 
 
 def _described(shard: Shard) -> str:

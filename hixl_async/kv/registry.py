@@ -108,10 +108,10 @@ class StreamRegistry:
     def scan(self) -> None:
         """Hand the words that have changed to their streams."""
         if self._words is not None:
-            for row, index, generation, tokens, complete in self._words.landings():
+            for row, landings in self._words.landings().items():
                 if row in self._readers:
                     consumer, number = self._readers[row]
-                    consumer.on_word(number, index, generation, tokens, complete)
+                    consumer.on_landings(number, landings)
 
     def watch(self, peer: Peer) -> None:
         """Scan when the peer has stored a word, until as many calls of `unwatch`."""

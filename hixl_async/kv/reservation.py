@@ -29,30 +29,26 @@ def parts_of(context: PoolContext, tokens: Any, blocks: Any, group: Any, start: 
     """Return the parts of a reservation, and whether several were asked for."""
     context.check_usable()
     asked = blocks if tokens is None else tokens
-    several = isinstance(asked, Sequence) and not isinstance(asked, str | bytes)
-    numbers = list(asked) if several else [asked]
-    groups, starts = (
-        list(each) if several and isinstance(each, Sequence) else [each] * len(numbers) for each in (group, start)
-    )
+    if not isinstance(asked, Sequence) or isinstance(asked, str | bytes):
+        return [_part(context, tokens, blocks, group, start)], False
+    numbers = list(asked)
+    groups, starts = (list(each) if isinstance(each, Sequence) else [each] * len(numbers) for each in (group, start))
     if not numbers or not len(groups) == len(starts) == len(numbers):
         raise InvalidArgumentError("reserve at least one, with a group and a start for each")
-    parts = []
-    for number, place, position in zip(numbers, groups, starts, strict=True):
-        index = whole_number("group", place)
-        if not 0 <= index < len(context.views):
-            raise RangeError(f"group {index} does not exist: the pool has {len(context.views)}")
-        ours = (number, blocks) if tokens is not None else (None, number)
-        parts.append(Part(context.blocks_for(index, *ours), index, _position(position)))
+    asks = [(number, blocks) for number in numbers] if tokens is not None else [(None, number) for number in numbers]
+    parts = [_part(context, *ask, *place) for ask, *place in zip(asks, groups, starts, strict=True)]
     if (total := sum(part.blocks for part in parts)) > context.blocks:
         raise RangeError(f"pool {context.name!r} can never lend {total} blocks at once: it has {context.blocks}")
-    return parts, several
+    return parts, True
 
 
-def _position(start: object) -> int:
-    position = whole_number("start", start)
+def _part(context: PoolContext, tokens: Any, blocks: Any, group: object, start: object) -> Part:
+    index, position = whole_number("group", group), whole_number("start", start)
+    if not 0 <= index < len(context.views):
+        raise RangeError(f"group {index} does not exist: the pool has {len(context.views)}")
     if position < 0:
         raise InvalidArgumentError(f"start must be a position from 0 on, not {position}")
-    return position
+    return Part(context.blocks_for(index, tokens, blocks), index, position)
 
 
 Lent = TypeVar("Lent", bound=Blocks | list[Blocks])

@@ -9,8 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.batch import Batch
+from ..core.transfer import all_drained
 from .context import PoolContext
 from .loan import Loan
+from .placed import copies
 from .plan import BlockTable, Plan
 from .protocol import WORD, Slice, pack_word
 from .reshard import Share
@@ -63,7 +65,7 @@ class Sender:
     :param context: the context of the producer's pool.
     :param state: the stream's state, which records every start, landing and release.
     :param lock: the lock of `state` and of the queue, because any thread may add layers.
-    :param landed: called after a landing.
+    :param landed: called once all has landed.
     :param failed: called with a reason and its cause when a layer cannot be sent, or has failed.
     """
 
@@ -82,7 +84,7 @@ class Sender:
         self._failed = failed
         self._aim: Aim | None = None
         self._plans: dict[tuple[Loan, int, int, int], Plan] = {}
-        self._transfers: list[tuple[int, Transfer]] = []
+        self._transfers: list[Transfer] = []
         self._in_flight: dict[int, int] = {}  # bytes by layer
         self._queue: deque[Push] = deque()
         self._sources: set[Loan] = set()
@@ -122,14 +124,14 @@ class Sender:
         self._context.poller.forget(self._start_ready)
         with self._lock:
             self._queue.clear()
-        for _, transfer in self._transfers:
+        for transfer in self._transfers:
             transfer.cancel()
 
     async def drained(self) -> None:
         """Wait until all transfers are drained, then release the source blocks."""
-        for layer, transfer in self._transfers:
-            await transfer.drained()
-            self._state.release(layer)
+        if self._transfers:
+            await all_drained(*self._transfers)
+        self._state.release(len(self._transfers))
         self._transfers.clear()
         self.release()
 
@@ -161,10 +163,13 @@ class Sender:
                     return False
                 with self._lock:
                     # The question may itself have pushed, or ended the stream.
-                    if not self._queue or self._queue[0] is not push or not self._state.start(push.layer):
+                    if not self._queue or self._queue[0] is not push or not self._state.start():
                         continue
                     self._queue.popleft()
+                    more = bool(self._queue)  # what is added from here on has `pump` called again
                 self._start(push, plan, self._aim)
+                if not more:
+                    return True
             except BaseException as error:
                 # A question of the program may raise anything; only an exit goes on from here.
                 self._failed(f"layer {push.layer} could not be pushed: {type(error).__name__}: {error}", error)
@@ -173,20 +178,17 @@ class Sender:
                 return True
 
     def _start(self, push: Push, plan: Plan, aim: Aim) -> None:
-        target, tensors = aim.target, self._context.tensors
+        target, group = aim.target, push.source.group
         place = WORD * (aim.row * len(target.layers) + target.layers[push.layer])
-        word = pack_word(aim.generation, push.last - aim.slices[push.source.group].first, push.complete)
-        parts = [
-            (tensors[here.tensor][here.offset :], target.tensors[there.tensor][there.offset :], runs)
-            for here, there, runs in plan.layer(push.layer)
-        ]
+        word = pack_word(aim.generation, push.last - aim.slices[group].first, push.complete)
         try:
+            parts = copies(plan, push.layer, self._context.placed[group], target.placed[group])
             batch = Batch.strided("write", parts)
             transfer = self._context.engine.submit(batch, signal=(target.words[place : place + WORD], word))
         except BaseException:
-            self._state.release(push.layer)
+            self._state.release()
             raise
-        self._transfers.append((push.layer, transfer))
+        self._transfers.append(transfer)
         if transfer.done():
             self._on_done(push, transfer)
         else:
@@ -209,7 +211,7 @@ class Sender:
             theirs = aim.slices[source.group]
             plan = self._plans[key] = Plan(
                 self._context.views[source.group],
-                aim.target.views[source.group],
+                aim.target.placed[source.group].view,
                 BlockTable(source.ids, source.start),
                 BlockTable(theirs.blocks, theirs.start),
                 (push.first, push.last),
@@ -227,7 +229,5 @@ class Sender:
             self._failed(f"the transfer of layer {push.layer} was cancelled", None)
         elif (error := transfer.exception()) is not None:
             self._failed(f"the transfer of layer {push.layer} failed: {error}", error)
-        else:
-            with self._lock:
-                self._state.land(push.layer, push.complete)
+        elif self._state.land(push.layer, push.complete):
             self._landed()

@@ -375,12 +375,11 @@ class View:
         """
         numpy = require_numpy()
         names = [one.name for one in self.group.parts]
-        if layer not in self.places:
-            raise RangeError(f"rank {self.shard.rank} of {self.shard.ranks} does not hold layer {layer}")
+        places = self.places_of(layer)
         if part not in names:
             raise InvalidArgumentError(f"part must be one of {', '.join(names)}, not {part!r}")
         number = names.index(part)
-        ours, place, strides = self.group.parts[number], self.places[layer][number], self.strides[number]
+        ours, place, strides = self.group.parts[number], places[number], self.strides[number]
         element = numpy.dtype(numpy_type(ours.dtype) if dtype is None else dtype)
         if element.itemsize * ours.dim != ours.item_bytes:
             raise InvalidArgumentError(f"dtype {dtype!r} has {element.itemsize} bytes; the elements have another size")
@@ -392,6 +391,17 @@ class View:
             (strides.block, strides.token, strides.head, element.itemsize),
         )
         return found
+
+    def places_of(self, layer: int) -> tuple[Place, ...]:
+        """Return the place of each part of a layer.
+
+        :param layer: the number of the layer.
+        :raises RangeError: if the view does not hold the layer.
+        """
+        try:
+            return self.places[layer]
+        except KeyError:
+            raise RangeError(f"rank {self.shard.rank} of {self.shard.ranks} does not hold layer {layer}") from None
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that hold some tokens; the last one may be partly used.

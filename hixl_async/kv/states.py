@@ -132,7 +132,7 @@ class ConsumerState:
             self._owing[layer] -= 1
             if not self._owing[layer]:
                 self.complete.append(layer)
-            if sender.delivered:
+            if len(sender.complete) == len(sender.landed):
                 self._conclude()
         return True
 
@@ -142,8 +142,8 @@ class ConsumerState:
         if self.outcome is None and finished:
             sender.payload = payload
             # Its words were stored before this message was sent, but another transport may deliver them later.
-            for layer, tokens in sender.landed.items():
-                self.land(number, layer, tokens, complete=True)
+            for layer in [layer for layer in sender.landed if layer not in sender.complete]:
+                self.land(number, layer, sender.landed[layer], complete=True)
         elif self.outcome is None:
             self.outcome = Outcome(Verdict.ABORTED, reason)
         sender.ended = sender.harmless = True
@@ -237,7 +237,7 @@ class ProducerState:
         self._pushed: dict[int, int | None] = {}  # the position after the last token pushed; None: all were
         self._missing = set(layers)  # of which not all was pushed
         self._landed: set[int] = set()  # whole
-        self._in_flight: dict[int, int] = {}  # transfers by layer
+        self._in_flight = 0  # transfers
         self._closing: str | None = None  # the reason of a close before the opening
         self.phase = Phase.OPENING
         #: The reason why nothing more may start, or None.
@@ -340,23 +340,26 @@ class ProducerState:
         if after is None:
             self._missing.discard(layer)
 
-    def start(self, layer: int) -> bool:
-        """Record that a transfer of the layer is about to start, or return False if it must not start."""
+    def start(self) -> bool:
+        """Record that a transfer is about to start, or return False if it must not start."""
         if self.stopping is not None:
             return False
-        self._in_flight[layer] = self._in_flight.get(layer, 0) + 1
+        self._in_flight += 1
         return True
 
-    def land(self, layer: int, complete: bool) -> None:
-        """Record that tokens of a layer have landed; their transfer may still hold the sender's memory."""
+    def land(self, layer: int, complete: bool) -> bool:
+        """Record that tokens of a layer have landed; their transfer may still hold the sender's memory.
+
+        :return: True if the stream is complete.
+        """
         if complete:
             self._landed.add(layer)
+        return self.complete
 
-    def release(self, layer: int) -> None:
-        """Record that a transfer of the layer can no longer touch either side's memory."""
-        self._in_flight[layer] -= 1
-        if not self._in_flight[layer]:
-            del self._in_flight[layer]
+    def release(self, transfers: int = 1) -> None:
+        """Record that so many transfers can no longer touch either side's memory."""
+        assert transfers <= self._in_flight
+        self._in_flight -= transfers
 
     # ---- giving up ----
 

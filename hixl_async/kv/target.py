@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..core.memory import RemoteSlice
 from ..errors import ProtocolError
+from .placed import Placed
 from .protocol import WORD
 from .reshard import Share, owed
 from .shapes import Shard, View
@@ -47,8 +49,8 @@ def tensor_bytes(views: Iterable[View]) -> list[int]:
 class Target:
     """A consumer's views, and the regions to which they refer; `find` makes it."""
 
-    #: The views, one for each group.
-    views: tuple[View, ...]
+    #: The views with their regions, one for each group.
+    placed: tuple[Placed[RemoteSlice], ...]
     #: The fingerprint of their description.
     fingerprint: str
     #: The regions of the tensors.
@@ -75,7 +77,8 @@ class Target:
                     f"region {tensor.name!r} of peer {peer.name!r} has {tensor.size} bytes, and its pool's views {size}"
                 )
         layers = {layer: index for index, layer in enumerate(groups_of_layers(views))}
-        return cls(tuple(views), fingerprint, tuple(tensors), words, layers)
+        placed = tuple(Placed[RemoteSlice](view, tensors) for view in views)
+        return cls(placed, fingerprint, tuple(tensors), words, layers)
 
     @property
     def alive(self) -> bool:
@@ -86,7 +89,7 @@ class Target:
         """Return what each source sends to the pool, by layer; see `reshard.owed`."""
         key = tuple(sources)
         if key not in self._owed:
-            self._owed[key] = owed(sources, self.views)
+            self._owed[key] = owed(sources, [placed.view for placed in self.placed])
         return self._owed[key]
 
     def has_row(self, row: int) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TypeAlias
 
 from ..core.signal_words import SignalWords
 from ..errors import BusyError
@@ -13,17 +13,9 @@ from .protocol import parse_word
 __all__ = ["Landing", "WordTable"]
 
 
-class Landing(NamedTuple):
-    """A word that has changed."""
-
-    row: int
-    #: The index of the layer among those of the pool.
-    place: int
-    generation: int
-    #: The tokens that have landed.
-    tokens: int
-    #: True if these are all.
-    complete: bool
+#: A word that has changed: the index of the layer among those of the pool, the generation, the number of tokens that have
+#: landed, and True if these are all.
+Landing: TypeAlias = tuple[int, int, int, bool]
 
 
 class WordTable:
@@ -75,11 +67,13 @@ class WordTable:
         if self._stop == (max(rows) + 1) * self._layers:
             self._stop = (max(self._used, default=-1) + 1) * self._layers
 
-    def landings(self) -> Iterator[Landing]:
-        """Yield the words that have changed since the last call."""
+    def landings(self) -> dict[int, list[Landing]]:
+        """Return the words that have changed since the last call, by row."""
+        rows: dict[int, list[Landing]] = {}
         for index, word in self._words.changes(self._stop):
             row, place = divmod(index, self._layers)
-            yield Landing(row, place, *parse_word(word))
+            rows.setdefault(row, []).append((place, *parse_word(word)))
+        return rows
 
     def close(self) -> None:
         """Let go of the memory."""

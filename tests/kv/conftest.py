@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hixl_async.kv import Blocks, Group, Pool, PushStream, View, sender
+from hixl_async.kv import Blocks, Group, Pool, PushStream, View
 
 from . import fake_engine
 
@@ -57,7 +57,7 @@ async def close(*pools: Pool) -> None:
 
 @pytest.fixture
 async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    monkeypatch.setattr(sender, "Batch", fake_engine.Batch)
+    fake_engine.install(monkeypatch)
     p, d = fake_engine.Engine("p"), fake_engine.Engine("d")
     to_d, to_p = fake_engine.connect(p, d)
     source = Pool(p, VIEW, name="prefill", access="none", shuffle=1)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
+
 from hixl_async.engine.rpc import ANSWER, CROSSING
 from hixl_async.errors import (
     ClosedError,
@@ -25,6 +27,7 @@ from hixl_async.errors import (
     RequestLostError,
     RequestTimeoutError,
 )
+from hixl_async.kv import sender
 from hixl_async.types import PeerState
 
 _numbers = itertools.count(1)
@@ -147,6 +150,17 @@ class Transfer(asyncio.Future):
 
     async def drained(self) -> None:
         await asyncio.shield(self.released)
+
+
+async def all_drained(*transfers: Transfer) -> None:
+    for transfer in transfers:
+        await transfer.drained()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the streams of all pools use the parts of this engine."""
+    monkeypatch.setattr(sender, "Batch", Batch)
+    monkeypatch.setattr(sender, "all_drained", all_drained)
 
 
 class Peer:

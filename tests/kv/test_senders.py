@@ -24,7 +24,7 @@ from hixl_async.errors import (
     TicketError,
     TransferTimeoutError,
 )
-from hixl_async.kv import Blocks, Group, Outcome, Part, Pool, PushStream, Shard, Verdict, View, sender, shards
+from hixl_async.kv import Blocks, Group, Outcome, Part, Pool, PushStream, Shard, Verdict, View, shards
 
 from . import fake_engine
 from .conftest import GROUP, LAYERS, VIEW, close, push_all
@@ -226,7 +226,7 @@ class Several:
 
 @pytest.fixture
 async def several(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Several]:
-    monkeypatch.setattr(sender, "Batch", fake_engine.Batch)
+    fake_engine.install(monkeypatch)
     several = Several()
     yield several
     for producer in several.producers:

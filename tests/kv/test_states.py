@@ -168,7 +168,7 @@ class Sending:
             return True
         if any(transfer.chunk.layer == chunk.layer and not transfer.reported for transfer in self.transfers):
             return False
-        assert self.state.start(chunk.layer), "chunks are left of a stream that is stopping"
+        assert self.state.start(), "chunks are left of a stream that is stopping"
         self.transfers.append(Transfer(self.queue.popleft()))
         return True
 
@@ -201,7 +201,7 @@ class Sending:
 
     def release(self, transfer: Transfer) -> None:
         transfer.released = True
-        self.state.release(transfer.chunk.layer)
+        self.state.release()
         self.drain()
 
     def fly(self) -> None:
@@ -714,9 +714,9 @@ def producing(layers: int) -> ProducerState:
 def deliver(state: ProducerState, layer: int) -> None:
     """Push a layer, and let it land."""
     state.push(layer, None)
-    assert state.start(layer)
+    assert state.start()
     state.land(layer, complete=True)
-    state.release(layer)
+    state.release()
 
 
 class TestConsumer:
@@ -965,7 +965,7 @@ class TestProducer:
     def test_giving_up_is_a_timeout(self) -> None:
         state = producing(1)
         state.push(0, None)
-        state.start(0)
+        state.start()
         state.stop("changed my mind")
         state.conclude()
         state.give_up("too slow")
@@ -977,17 +977,17 @@ class TestProducer:
         state = producing(2)
         state.push(0, None)
         state.decide(Outcome(Verdict.ABORTED, "stop"))
-        assert not state.start(0)
+        assert not state.start()
 
-    def test_a_layer_is_in_flight_until_its_last_transfer_is_released(self) -> None:
+    def test_the_end_waits_for_the_release_of_the_last_transfer(self) -> None:
         state = producing(1)
-        state.start(0)
-        state.start(0)
+        state.start()
+        state.start()
         state.stop("changed my mind")
         for _ in range(2):
             with pytest.raises(AssertionError):
                 state.end("id", 3)
-            state.release(0)
+            state.release()
         assert state.end("id", 3) == End("id", 3, False, "changed my mind")
 
     def test_after_the_end_is_sent_it_is_too_late_to_stop(self) -> None:
@@ -1001,9 +1001,9 @@ class TestProducer:
     def test_a_finished_reply_overrides_our_own_wish_to_stop(self) -> None:
         state = producing(1)
         state.push(0, None)
-        state.start(0)
+        state.start()
         state.stop("changed my mind")
-        state.release(0)
+        state.release()
         assert state.end("id", 0) == End("id", 0, False, "changed my mind")
         state.decide(FINISHED)
         state.decide(Outcome(Verdict.ABORTED, "late"))

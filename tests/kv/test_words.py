@@ -74,14 +74,12 @@ class Words(RuleBasedStateMachine):
     @invariant()
     def nothing_behind_the_last_used_row_is_looked_at(self) -> None:
         stop = max((row for rows in self.used for row in rows), default=-1)
-        changed = [
-            Landing(row, place, *said)
-            for (row, place), said in sorted(self.stored.items())
-            if row <= stop and said != self.seen.get((row, place), (0, 0, False))
-        ]
-        assert list(self.region.table.landings()) == changed
-        for row, place, *_ in changed:
-            self.seen[row, place] = self.stored[row, place]
+        changed: dict[int, list[Landing]] = {}
+        for (row, place), said in sorted(self.stored.items()):
+            if row <= stop and said != self.seen.get((row, place), (0, 0, False)):
+                changed.setdefault(row, []).append((place, *said))
+                self.seen[row, place] = said
+        assert self.region.table.landings() == changed
 
     def teardown(self) -> None:
         if hasattr(self, "region"):
@@ -109,4 +107,4 @@ def test_closing_lets_go_of_the_memory() -> None:
     region.store(0, 1, (3, 2, True))
     region.table.close()
     region.memory.close()
-    assert list(region.table.landings()) == []
+    assert region.table.landings() == {}

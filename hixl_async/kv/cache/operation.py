@@ -24,6 +24,7 @@ from ...errors import (
     WaitTimeoutError,
 )
 from ..lease import BEATS
+from ..placed import copies
 from ..plan import Plan
 from ..reshard import Share
 from .context import ManagerContext
@@ -198,11 +199,7 @@ class Operation(ABC):
         if plan is None:
             plan = self._plans[shares] = self._plan(remote, there, tokens, shares)
         await self._context.engine.room(plan.nbytes)
-        tensors = self._cache.regions
-        parts = [
-            (tensors[ours.tensor][ours.offset :], remote.tensors[theirs.tensor][theirs.offset :], runs)
-            for ours, theirs, runs in plan.layer(layer)
-        ]
+        parts = copies(plan, layer, self._cache.placed, remote.placed)
         transfer = self._submit(Batch.strided(self.verb, parts), layer, tokens[1] - tokens[0])
         self._transfers.append(transfer)
         self._in_flight.append((layer, transfer))

@@ -175,7 +175,8 @@ class Owner:
     def _scan(self) -> None:
         """Hand the words that have changed to their pushes."""
         for cache, rows in list(self._rows.items()):
-            for landing in () if cache.words is None else list(cache.words.landings()):
-                served = rows.get(landing.row)
-                if served is not None and landing.complete and landing.generation == served.generation:
-                    served.land(landing.place)
+            for row, landings in (cache.words.landings() if cache.words else {}).items():
+                served = rows.get(row)
+                for place, generation, _, complete in landings:
+                    if served is not None and complete and generation == served.generation:
+                        served.land(place)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from ...core.memory import RemoteSlice
 from ...errors import ProtocolError
 from ..description import parse_views
+from ..placed import Placed
 from ..protocol import WORD, field
 from ..shapes import View
 from ..target import region_names, words_name
@@ -34,6 +36,7 @@ class RemoteCache:
     """A cache of a peer."""
 
     view: View
+    placed: Placed[RemoteSlice]
     #: The regions of the tensors.
     tensors: tuple[RemoteRegion, ...]
     #: The region of the words that say which layers have landed; None if the cache cannot be written.
@@ -88,7 +91,8 @@ class Remotes:
         words = None
         if field(reply, "words", bool):
             words = await peer.region(words_name(name), timeout=REQUEST_TIMEOUT)
-        return RemoteCache(view, tuple(tensors), words, {layer: n for n, layer in enumerate(sorted(view.places))})
+        places = {layer: n for n, layer in enumerate(sorted(view.places))}
+        return RemoteCache(view, Placed(view, tensors), tuple(tensors), words, places)
 
     async def pins(self, peer: Peer) -> RemoteRegion:
         """Return the words of the pulls that a peer serves."""

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ...core.memory import LocalSlice
 from ...errors import ClosedError, TicketError
 from ...types import Access
+from ..placed import Placed
 from ..shapes import View
 from ..words import WordTable
 from .context import ManagerContext
@@ -51,6 +53,7 @@ class CacheStore:
         self.number = number
         self.view = view
         self.regions = tuple(regions)
+        self.placed = Placed[LocalSlice](view, regions)
         self.memory = tuple(memory)
         self.holds = Holds(context.loop, f"cache {number} of {context}")
         #: The index of each layer's word in a row.
