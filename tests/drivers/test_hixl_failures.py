@@ -34,10 +34,11 @@ def test_a_failed_connection_is_made_again(world: World, sim: Sim, backend: str,
     if fault == "submit@3" and backend == "fab":
         fault = "submit@3=507000"  # FAILED may mean that there are too many, and is taken for that
     sim.set(LATENCY_US=200, FAULTS=fault)
+    before = sim.count("submitted")
     ops = [world.write(i * 4096, i * 4096, 4096) for i in range(20)]
     pieces = dict(enumerate(ops))
     if fault == "transfer@3" and backend == "comm":  # which is never reported there
-        wait(lambda: ops[1].released, world)
+        wait(lambda: ops[1].released and sim.count("submitted") - before >= 3, world)  # so that it is in flight
         world.left.instance.vt.abandon(world.left.handle, ops[2].pointer)
         wait(lambda: ops[2].released, world)
         assert pieces.pop(2).status == vt.TIMEOUT
