@@ -1,7 +1,6 @@
 """Asyncio one-sided transfers: ``await engine.write(...)``, and the bytes are in another process's memory."""
 
-from typing import TYPE_CHECKING, Any
-
+from . import kv
 from .control import Identity
 from .core.batch import Batch
 from .core.memory import LocalSlice, RemoteSlice
@@ -19,9 +18,6 @@ from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .types import *  # noqa: F403
 from .types import __all__ as _types
-
-if TYPE_CHECKING:
-    from . import kv
 
 __version__ = "0.1.0.dev0"
 
@@ -46,15 +42,6 @@ __all__ = [
     *_errors,
     *_types,
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import ``kv`` at its first use, because programs without a KV cache start sooner without it."""
-    if name == "kv":
-        from importlib import import_module
-
-        return import_module(".kv", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
