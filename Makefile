@@ -12,8 +12,9 @@ UNREACHABLE := pip could not install these packages: if it reaches no package in
 # Further arguments for the program that runs: make test ARGS="-k 'region and not slow'"
 ARGS ?=
 
-# Tests run over this many processes, each with whole files; those that are marked serial run last and alone.
-WORKERS ?= 2
+# Tests run over this many processes, each with whole files; those that are marked serial run last and alone.  Each waits for
+# a sixth of its time, for timers and processes: three keep two CPUs busy.
+WORKERS ?= 3
 PYTEST := $(PY) -m pytest -p tests.skips
 PARALLEL = -p tests.schedule --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
 # Suites that mostly start other processes, simulate accelerators, or run properties for long; test-fast leaves them out, and

@@ -3,7 +3,7 @@
 Tests marked ``torch`` run late and in one worker: each worker that imports torch needs 2 s for it, and more time for each
 later test, because of torch's loggers and libraries.
 
-``make test`` loads it, with ``--numprocesses=2 --dist=loadscope --no-loadscope-reorder``.  All tests are in one run, so its
+``make test`` loads it, with ``--numprocesses=3 --dist=loadscope --no-loadscope-reorder``.  All tests are in one run, so its
 closing line counts all of them.
 """
 
