@@ -13,6 +13,7 @@ from .engine.host import Handler
 from .engine.notifications import Notification, Subscription
 from .engine.peer import Peer
 from .engine.region import Region, RemoteRegion
+from .engine.registration_cache import RegistrationCache
 from .engine.subscription_queue import SubscriptionQueue
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
@@ -33,6 +34,7 @@ __all__ = [
     "Notification",
     "Peer",
     "Region",
+    "RegistrationCache",
     "RemoteRegion",
     "RemoteSlice",
     "Subscription",

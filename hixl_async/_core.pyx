@@ -235,7 +235,7 @@ cdef class Core(InFlightTable):
             raise errors.BufferTypeError(
                 f"driver {driver.name!r} moves {'device ' if device else ''}memory only where it is registered, and this "
                 f"{type(local).__name__} lies in no region that it knows; call engine.register(name, buffer) once before, and "
-                "use any part of the region"
+                "use any part of the region, or pass cache.local(buffer) of an engine.registration_cache()"
             )
         transfer.desc.lmem = memory.mems[driver.index]
         transfer.desc.loff -= <uint64_t>memory.address
@@ -468,20 +468,10 @@ cdef class Core(InFlightTable):
         :raises ClosedError: if the engine is closed.
         :raises WrongLoopError: if called outside of the engine's event loop.
         """
-        cdef Py_buffer view
-        cdef uint64_t start, size
         self._check()
         if isinstance(buffer, (LocalSlice, RemoteSlice, Memory)):
             return buffer.drained()
-        if PyObject_CheckBuffer(buffer):
-            try:
-                PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
-            except (BufferError, ValueError, TypeError) as error:
-                raise errors.BufferTypeError(f"{type(buffer).__name__} has no contiguous memory: {error}") from error
-            start, size = <uint64_t>view.buf, view.len
-            PyBuffer_Release(&view)
-        else:
-            start, size, _, _ = self.address_of(buffer, False)
+        start, size, _, _ = extent(self, buffer)
         return self._drained_local(start, size)
 
 
@@ -523,6 +513,25 @@ def set_object_support(Core core not None, address_of not None, begin_on_device 
     :param begin_on_device: ``begin_on_device(transfer)`` starts a copy that a device makes by itself; see `DeviceCopies`.
     """
     core.address_of, core.begin_on_device = address_of, begin_on_device
+
+
+def extent(Core core not None, buffer):
+    """Return where the memory of a buffer of any kind is.
+
+    :return: its address, its bytes, True if it is on a device, and True if it is known to be read-only.
+    :raises BufferTypeError: if it has no contiguous memory.
+    """
+    cdef Py_buffer view
+    if not PyObject_CheckBuffer(buffer):
+        address, size, _, device = core.address_of(buffer, False)
+        return address, size, device, False
+    try:
+        PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
+    except (BufferError, ValueError, TypeError) as error:
+        raise errors.BufferTypeError(f"{type(buffer).__name__} has no contiguous memory: {error}") from error
+    found = <uint64_t>view.buf, <uint64_t>view.len, False, bool(view.readonly)
+    PyBuffer_Release(&view)
+    return found
 
 
 def allocate(Core core not None, LocalMemory memory not None, Driver driver not None, uint64_t size, uint32_t rights):

@@ -38,7 +38,7 @@ from ..errors import (
     InvalidArgumentError,
 )
 from ..types import AccessLike, Address, EngineStats
-from .arguments import number_of, positive_seconds, require_callable, require_service
+from .arguments import number_of, positive_number, positive_seconds, require_callable, require_service
 from .closing import Closing
 from .coalescer import Coalescer
 from .config import Drivers, EngineConfig, parse_address
@@ -50,6 +50,7 @@ from .peer import Peer
 from .peers import Peers
 from .region import Region, operand
 from .region_table import RegionTable
+from .registration_cache import RegistrationCache
 from .subscription_queue import SubscriptionQueue
 
 __all__ = ["Engine"]
@@ -595,6 +596,20 @@ class Engine(Core):
         """
         in_flight.must_be_open(self)
         return Coalescer(self)
+
+    def registration_cache(self, *, nbytes: int = 1 << 30, count: int = 1024) -> RegistrationCache:
+        """Return a cache of registrations, for buffers of the program that come back.
+
+        :param nbytes: the most bytes that it keeps registered.
+        :param count: the most regions that it keeps.
+        :return: a new `RegistrationCache`; close it, or enter it with ``async with``.
+        :raises InvalidArgumentError: if a limit is not a positive integer.
+        :raises ClosedError: if the engine is closed.
+        """
+        in_flight.must_be_open(self)
+        return RegistrationCache(
+            self, self.register, positive_number("nbytes", nbytes), positive_number("count", count)
+        )
 
     def group(self) -> Group:
         """Return a group of structured transfers: ``async with engine.group() as group: group.write(a, b)``.

@@ -114,6 +114,17 @@ async def test_a_registered_buffer_and_parts_of_it(pair: EnginePair) -> None:
         pair.left.write(b"somewhere", remote[0:9])
 
 
+async def test_a_buffer_that_comes_back_is_registered_once(pair: EnginePair) -> None:
+    there, remote = await pair.region("there", 4096)
+    numbers = numpy.arange(512, dtype="int64")
+    async with pair.left.registration_cache() as cache:
+        for part in (slice(0, 512), slice(100, 108), slice(0, 512)):
+            await pair.left.write(cache.local(numbers[part]), remote[0 : numbers[part].nbytes])
+            assert bytes(memoryview(there)[: numbers[part].nbytes]) == numbers[part].tobytes()
+        assert len(pair.left.regions) == 1
+    assert not pair.left.regions
+
+
 async def test_notifications_come_after_their_data_and_in_order(pair: EnginePair) -> None:
     there, remote = await pair.region("there", 4096)
     here = pair.left.allocate("here", 4096)
