@@ -33,9 +33,11 @@ The class of an error tells what happened to the memory of transfers: there are 
     └── TransferError                     accepted work failed: the target's contents are undefined until drained
         ├── PeerLostError                 (ConnectionError) the peer went down, or was closed here, with the transfer in flight
         ├── TransferTimeoutError          (TimeoutError) no progress, or the timeout passed
-        └── StreamAbortedError            a KV stream ended without all of its layers
+        ├── StreamAbortedError            a KV stream ended without all of its layers
+        └── LeaseExpiredError             the blocks of an offer were not kept until they were read
 
-`TicketError`, `LayoutMismatchError` and `StreamAbortedError` are also `StreamError`, which stands beside the two roots.
+`TicketError`, `LayoutMismatchError`, `StreamAbortedError` and `LeaseExpiredError` are also `StreamError`, which stands beside
+the two roots.
 
 Waiting, connecting and requests belong to the first root, because the roots speak of transfer memory.  `retryable` says
 whether the same call may succeed later without a change.
@@ -58,6 +60,7 @@ __all__ = [
     "HixlError",
     "InvalidArgumentError",
     "LayoutMismatchError",
+    "LeaseExpiredError",
     "NoRouteError",
     "PeerDownError",
     "PeerLostError",
@@ -318,6 +321,12 @@ class StreamAbortedError(StreamError, TransferError):
     """One of the two sides aborted the stream; the message carries its reason."""
 
     code = "stream-aborted"
+
+
+class LeaseExpiredError(StreamError, TransferError):
+    """The owner of blocks did not keep them until they were read, because it had heard nothing for too long."""
+
+    code = "lease-expired"
 
 
 class TicketError(StreamError, RefusedError):

@@ -7,7 +7,8 @@
 `Blocks`                references to reserved blocks: the target of a stream, or the source of pushes
 `LayerStream`           the consumer's side: layers as they land
 `PushStream`            the producer's side: ``push`` from any thread
-`Ticket`                the right to fill blocks, which a stream issues and its producers use once
+`Offer`                 blocks that other pools read: ``publish`` from any thread
+`Ticket`                the right to fill or read blocks, which a stream or an offer issues
 `Outcome`, `Verdict`    the end of a stream
 `shards`, `senders`     the shards of a model, and which of them sends what
 `Plan`                  the copies between two views
@@ -18,6 +19,7 @@
 from .blocks import Blocks
 from .capacity import Capacity, capacity
 from .lender import PoolStatistics
+from .offer import Offer
 from .plan import BlockTable, Piece, Plan
 from .pool import Pool
 from .protocol import Outcome, Slice, Ticket, Verdict
@@ -33,6 +35,7 @@ __all__ = [
     "Capacity",
     "Group",
     "LayerStream",
+    "Offer",
     "Outcome",
     "Part",
     "Piece",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
@@ -15,11 +15,13 @@ from ..errors import InvalidArgumentError, RangeError
 from .loan import Loan
 
 if TYPE_CHECKING:
-    from .consumer import Consumer
+    from ..engine.peer import Peer
+    from .arrivals import Arrivals
+    from .offer import Offer
     from .shapes import Shard
     from .stream import LayerStream
 
-__all__ = ["Blocks", "Limits", "adopt", "check_positions", "loan_of"]
+__all__ = ["Blocks", "adopt", "loan_of"]
 
 
 class BlockLender(Protocol):
@@ -33,33 +35,37 @@ class BlockLender(Protocol):
     def give(self, ids: tuple[int, ...]) -> None: ...
 
 
-#: The ttl, the lease and the timeout of a stream in seconds; None: the default.
-Limits: TypeAlias = tuple[float | None, float | None, float | None]
+class BlockStreams(Protocol):
+    """The pool by which its blocks make streams."""
 
-
-class Streams(Protocol):
-    """The call of a pool by which its blocks make streams."""
-
-    def __call__(
+    def stream(
         self,
         blocks: Sequence[Blocks],
+        *,
         tokens: Sequence[tuple[int, int]] | None,
         sources: Sequence[Shard] | None,
-        limits: Limits,
+        ttl: float | None,
+        lease: float | None,
+        timeout: float | None,
     ) -> LayerStream: ...
-
-
-def check_positions(tokens: object) -> tuple[int, int]:
-    """Return a range of positions in a sequence.
-
-    :raises InvalidArgumentError: if it is not a pair of whole numbers from 0, of which the second is larger.
-    """
-    if not isinstance(tokens, tuple) or len(tokens) != 2:
-        raise InvalidArgumentError(f"tokens must be a pair of positions (first, after the last), not {tokens!r}")
-    first, last = (whole_number("tokens", position) for position in tokens)
-    if not 0 <= first < last:
-        raise InvalidArgumentError(f"tokens must name at least one position from 0 on, not {first} to {last}")
-    return first, last
+    def pull(
+        self,
+        blocks: Sequence[Blocks],
+        sources: Sequence[tuple[Peer, dict[str, Any]]],
+        *,
+        tokens: Sequence[tuple[int, int]] | None,
+        timeout: float | None,
+    ) -> LayerStream: ...
+    def offer(
+        self,
+        blocks: Sequence[Blocks],
+        *,
+        tokens: Sequence[tuple[int, int]] | None,
+        readers: int,
+        ttl: float | None,
+        lease: float | None,
+        timeout: float | None,
+    ) -> Offer: ...
 
 
 class Blocks(Sealed, maker="pool.reserve()"):
@@ -76,11 +82,11 @@ class Blocks(Sealed, maker="pool.reserve()"):
 
     __reduce__ = unpicklable("send stream.ticket(), with which the other process fills them")
 
-    def __init__(self, loan: Loan, lender: BlockLender, streams: Streams) -> None:
+    def __init__(self, loan: Loan, lender: BlockLender, streams: BlockStreams) -> None:
         self._loan = loan
         self._lender = lender
         self._streams = streams
-        self._consumers: list[Consumer] = []  # of streams that may not have ended
+        self._arrivals: list[Arrivals] = []  # of streams that may not have ended
 
     def __repr__(self) -> str:
         state = "closed" if self._loan.closed else "reserved"
@@ -89,7 +95,7 @@ class Blocks(Sealed, maker="pool.reserve()"):
     def __del__(self) -> None:
         loan = self._loan
         if loan.closed or not loan.context.clean_up(
-            _give_back, loan, self._consumers, "the consumer lost its blocks without closing them"
+            _give_back, loan, self._arrivals, "the consumer lost its blocks without closing them"
         ):
             return
         ids = ", ".join(map(str, self.ids[:8])) + (", ..." if len(self.ids) > 8 else "")
@@ -268,7 +274,72 @@ class Blocks(Sealed, maker="pool.reserve()"):
         :raises ClosedError: if the blocks or the pool are closed.
         :raises WrongLoopError: if called outside of the engine's event loop.
         """
-        return self._streams([self], None if tokens is None else [tokens], sources, (ttl, lease, timeout))
+        only = None if tokens is None else [tokens]
+        return self._streams.stream([self], tokens=only, sources=sources, ttl=ttl, lease=lease, timeout=timeout)
+
+    def pull(
+        self,
+        peer: Peer,
+        ticket: dict[str, Any],
+        *,
+        tokens: tuple[int, int] | None = None,
+        timeout: float | None = None,
+    ) -> LayerStream:
+        """Fill these blocks with those that a peer offers, and return the stream of the layers that land.
+
+        The layers are read as the owner publishes them; its processor has no part in that.
+
+        :param peer: the owner, a connected peer of the pool's engine.
+        :param ticket: the dict that the owner's ``offer.ticket()`` returned.
+        :param tokens: the position in the sequence of the first token to be read, and the one after the last; default: all that
+            the blocks can hold.
+        :param timeout: seconds from now after which the stream fails, whatever its progress; default: no limit.
+        :return: the stream; its errors are those of a stream that producers fill, and `LeaseExpiredError` if the owner did not
+            keep its blocks until they were read.
+        :raises TicketError: if the ticket is malformed, is not one of an offer, or was issued by another engine or an earlier
+            incarnation of it.
+        :raises LayoutMismatchError: if the owner does not hold all that this pool needs.
+        :raises InvalidArgumentError: if an argument is malformed.
+        :raises RangeError: if the blocks do not hold the tokens.
+        :raises BusyError: if something may be writing one of the blocks already, or one is shared with other Blocks.
+        :raises ClosedError: if the blocks or the pool are closed.
+        :raises WrongLoopError: if called outside of the engine's event loop.
+        """
+        return self._streams.pull(
+            [self], [(peer, ticket)], tokens=None if tokens is None else [tokens], timeout=timeout
+        )
+
+    # ---- as a source ----
+
+    def offer(
+        self,
+        *,
+        tokens: tuple[int, int] | None = None,
+        readers: int = 1,
+        ttl: float | None = None,
+        lease: float | None = None,
+        timeout: float | None = None,
+    ) -> Offer:
+        """Let other pools read these blocks, each once.
+
+        The offer keeps the blocks until no reader needs them, even if they are closed meanwhile.
+
+        :param tokens: the position in the sequence of the first token that is offered, and the one after the last; default: all
+            that the blocks can hold.
+        :param readers: the number of pools that will read them.
+        :param ttl: seconds within which all readers have to use the ticket; default 60.
+        :param lease: seconds without hearing of a reader after which it loses its claim to the blocks; default 10.
+        :param timeout: seconds from now after which the offer fails, whatever its progress; default: no limit.
+        :return: the offer; its ``ticket()`` is what the readers need.
+        :raises InvalidArgumentError: if an argument is malformed.
+        :raises RangeError: if the blocks do not hold the tokens.
+        :raises BusyError: if a stream may be writing one of the blocks.
+        :raises AccessError: if the pool's ``access`` does not let peers read.
+        :raises ClosedError: if the blocks or the pool are closed.
+        :raises WrongLoopError: if called outside of the engine's event loop.
+        """
+        only = None if tokens is None else [tokens]
+        return self._streams.offer([self], tokens=only, readers=readers, ttl=ttl, lease=lease, timeout=timeout)
 
     # ---- life ----
 
@@ -279,7 +350,7 @@ class Blocks(Sealed, maker="pool.reserve()"):
         :raises WrongLoopError: if called outside of the engine's event loop.
         """
         self._loan.context.check_thread()
-        _give_back(self._loan, self._consumers, "the consumer gave its blocks back")
+        _give_back(self._loan, self._arrivals, "the consumer gave its blocks back")
         return Started(already_over)
 
     async def __aenter__(self) -> Blocks:
@@ -291,10 +362,10 @@ class Blocks(Sealed, maker="pool.reserve()"):
         await self.aclose()
 
 
-def _give_back(loan: Loan, consumers: list[Consumer], reason: str) -> None:
+def _give_back(loan: Loan, arrivals: list[Arrivals], reason: str) -> None:
     if not loan.closed:
-        for consumer in consumers:
-            consumer.leave(reason)
+        for stream in arrivals:
+            stream.leave(reason)
     loan.close()
 
 
@@ -303,7 +374,7 @@ def loan_of(blocks: Blocks) -> Loan:
     return blocks._loan
 
 
-def adopt(blocks: Blocks, consumer: Consumer) -> None:
+def adopt(blocks: Blocks, arrivals: Arrivals) -> None:
     """Remember a stream into blocks, which ends with them; for the pool."""
-    blocks._consumers = [other for other in blocks._consumers if other.state.outcome is None]
-    blocks._consumers.append(consumer)
+    blocks._arrivals = [other for other in blocks._arrivals if other.state.outcome is None]
+    blocks._arrivals.append(arrivals)

@@ -8,9 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
-from ..engine.arguments import whole_number
-from ..engine.waiters import Waiters
-from ..errors import ClosedError, HixlError, RangeError, TicketError
+from ..errors import HixlError, TicketError
+from .arrivals import ANY_LAYER, END, FENCE, Arrivals
 from .context import PoolContext
 from .lease import BEATS, Lease
 from .loan import Loan
@@ -21,10 +20,7 @@ from .words import Landing
 if TYPE_CHECKING:
     from ..engine.peer import Peer
 
-__all__ = ["ANY_LAYER", "OUTCOME", "Consumer", "Times"]
-
-#: Keys of the consumer's waiters, beside the numbers of layers.
-ANY_LAYER, OUTCOME, FENCE, END = "any layer", "outcome", "fence", "end"
+__all__ = ["Consumer", "Times"]
 
 
 class Times(NamedTuple):
@@ -74,10 +70,8 @@ class _Link:
             self._interval = None
 
 
-class Consumer:
+class Consumer(Arrivals):
     """The consumer's end of one stream, from the ticket until no sender of it can write.
-
-    It works until then, even if the program has lost the blocks and their `LayerStream`.
 
     :param context: the context of the consumer's pool.
     :param loans: the blocks to be filled, of each group.
@@ -96,14 +90,11 @@ class Consumer:
         times: Times,
         streams: IncomingStreams,
     ) -> None:
+        super().__init__(context, ConsumerState(tuple(context.groups), owed), ticket.slices)
         self.ticket = ticket
-        self.layers = tuple(context.groups)
-        self.state = ConsumerState(self.layers, owed)
         self._loans = loans
-        self._context = context
         self._loop = context.loop
         self._streams = streams
-        self.waiters = Waiters(self._loop)
         self._links: dict[int, _Link] = {}  # by the number of the sender
         self._held = False  # the blocks, from the ticket's first use to the fence
         self._over = self._released = False  # True once the outcome, or the fence, has been acted on
@@ -118,78 +109,19 @@ class Consumer:
     # ---- calls of the program ----
 
     def ticket_body(self) -> dict[str, Any]:
-        """Return the ticket as a dict; see `LayerStream.ticket`."""
         if (outcome := self.state.outcome) is not None:
             why = outcome.reason or "all layers have landed"
             raise TicketError(f"the ticket of this stream cannot be used any more: {why}; make another stream")
         return self.ticket.body()
 
-    def check_layer(self, layer: object) -> int:
-        """Return the number of a layer that the stream brings.
-
-        :raises RangeError: if it brings no such layer.
-        :raises InvalidArgumentError: if it is not a whole number.
-        """
-        number = whole_number("layer", layer)
-        if not self.state.has(number):
-            raise RangeError(f"layer {number} does not exist: the stream brings {self._context.described_layers}")
-        return number
-
-    def position(self, layer: int) -> int:
-        """Return the position in the sequence before which all tokens of a layer have landed."""
-        return self.ticket.slices[self._context.groups[layer]].first + self.state.tokens(layer)
-
-    def has(self, layer: object, tokens: object) -> bool:
-        """Return True if the layer has landed, so far as it is needed; see `LayerStream.check`."""
-        number = self.check_layer(layer)
-        if tokens is None or self.state.is_complete(number):
-            return self.state.is_complete(number)
-        return self.position(number) >= whole_number("tokens", tokens)
-
-    def raise_failure(self) -> None:
-        """Raise the error of the outcome, if the stream has failed."""
-        outcome = self.state.outcome
-        if outcome is not None and (error := outcome.error(self._lost_peer())) is not None:
-            raise error
-
     def _lost_peer(self) -> Peer | None:
-        """Return the peer that an error names: one that was lost, or any."""
         peers = [link.peer for link in self._links.values()]
         return next((peer for peer in peers if peer.error is not None), peers[0] if peers else None)
-
-    def check_thread(self) -> None:
-        """Return if the caller is on the thread of the engine's event loop; see `PoolContext.check_thread`."""
-        self._context.check_thread()
-
-    def abort(self, reason: str) -> None:
-        """Abort the stream, if it has not ended."""
-        self._end_by(Outcome(Verdict.ABORTED, reason))
-
-    def leave(self, reason: str) -> None:
-        """End the stream, if it has not ended: abort it unless all layers have landed."""
-        self._streams.scan()
-        self._end_by(FINISHED if self.state.landed else Outcome(Verdict.ABORTED, reason))
-
-    async def drained(self) -> None:
-        """Wait until no peer can write the blocks.
-
-        :raises ClosedError: if the pool is closed first.
-        """
-        while not self.state.fenced:
-            if self.state.ended and self._context.closed:
-                raise ClosedError("the pool was closed before the producer could no longer write the blocks")
-            await self.waiters.wait(FENCE)
 
     async def ended(self) -> None:
         """Wait until no more messages of a sender can arrive, and all know the outcome."""
         while not self.state.ended or any(map(self._must_inform, self._links.values())):
             await self.waiters.wait(END)
-
-    def cut(self) -> None:
-        """End the wait for messages of the senders, because the pool closes."""
-        self.state.cut()
-        self._settle()
-        self.waiters.wake(FENCE)
 
     # ---- messages of the senders ----
 
@@ -299,14 +231,10 @@ class Consumer:
             Outcome(Verdict.TIMEOUT, f"the producer was silent for {self._times.lease:g} s, and its lease has expired")
         )
 
-    def _end_by(self, outcome: Outcome) -> None:
-        """End the stream from this side, if it has not ended."""
+    def _look(self) -> None:
         self._streams.scan()
-        self.state.stop(outcome)
-        self._settle()
 
     def _settle(self) -> None:
-        """Act on the state; idempotent."""
         state = self.state
         if state.outcome is not None and not self._over:
             self._over = True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.event_poller import EventPoller
 from ..core.memory import LocalSlice
+from ..core.thread_calls import ThreadCalls
 from ..engine.arguments import positive_number
 from ..errors import ClosedError, EngineForkedError, InvalidArgumentError, RangeError, WrongLoopError
 from .description import describe_groups
@@ -50,6 +51,8 @@ class PoolContext:
         #: The description of the groups, for consumers.
         self.described_groups = describe_groups(view.group for view in views)
         self.poller = EventPoller(self.loop)
+        #: The calls of pushing and publishing threads.
+        self.thread_calls = ThreadCalls(self.loop)
         #: The lock of the holds on reserved blocks, which pushing threads share with the loop.
         self.lock = threading.Lock()
         #: True once the pool refuses new work.

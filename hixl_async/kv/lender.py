@@ -93,7 +93,7 @@ class Lender:
 
         :raises BusyError: if a peer may be writing one of them.
         """
-        self._refuse_if_written(ids, "can be shared")
+        self.refuse_if_written(ids, "can be shared")
         self._allocator.share(ids)
         return self.loan(ids, group, start)
 
@@ -131,7 +131,7 @@ class Lender:
 
         :raises BusyError: if a peer may be writing one of them already, or one is shared.
         """
-        self._refuse_if_written(ids, "can be granted again")
+        self.refuse_if_written(ids, "can be granted again")
         if shared := self._allocator.shared(ids):
             raise BusyError(
                 f"{_listed(shared)} shared with other Blocks, whose tokens a stream would overwrite; reserve other blocks"
@@ -142,7 +142,12 @@ class Lender:
         """Record that no peer can write these blocks any more."""
         self._written.difference_update(ids)
 
-    def _refuse_if_written(self, ids: Sequence[int], what: str) -> None:
+    def refuse_if_written(self, ids: Sequence[int], what: str) -> None:
+        """Return if nothing may be writing these blocks.
+
+        :param what: what they can be afterwards, for the error.
+        :raises BusyError: if a stream may be writing one of them.
+        """
         if self._written and (written := [block for block in ids if block in self._written]):
             raise BusyError(
                 f"{_listed(written)} being written by a stream; they {what} when `await stream.drained()` returns"

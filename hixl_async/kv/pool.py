@@ -18,11 +18,13 @@ from ..engine.arguments import positive_number, positive_seconds, seconds_or_zer
 from ..engine.started import Started
 from ..errors import AccessError, InvalidArgumentError
 from ..types import Access, AccessLike, PeerState
-from .blocks import Blocks, Limits
+from .blocks import Blocks
 from .context import PoolContext
-from .grant import grant
+from .grant import grant, offer, pull
 from .lender import Lender
 from .memory import make_regions
+from .offer import Offer
+from .pins import Pins
 from .producer import Producer
 from .protocol import POOL_BLOCKS, REGION_BYTES, WORD
 from .push import PushStream
@@ -104,23 +106,31 @@ class Pool:
         self._closing: asyncio.Task[None] | None = None
         self._regions: tuple[Region, ...] = ()
         self._words_region: Region | None = None
+        self._pins: Pins | None = None
         words: WordTable | None = None
+        context: PoolContext | None = None
         try:
             # First, because a machine without enough memory must fail here, and not after other allocations.
             sizes = tensor_bytes(self.views)
             self._regions = make_regions(engine, region_names(name, len(sizes)), sizes, memory, access, grant)
-            self._context = PoolContext(engine, name, self.views, self.regions)
+            self._context = context = PoolContext(engine, name, self.views, self.regions)
             layers = len(self._context.groups)
+            if Access.parse(access) & Access.READ:
+                self._pins = Pins(engine, name, grant)
             if Access.parse(access) & Access.WRITE:
                 self._words_region = engine.allocate(
                     words_name(name), rows * layers * WORD, access="write", grant=grant
                 )
                 words = WordTable(memoryview(self._words_region), layers)
             self._lender = Lender(self._context, _shuffled(self.blocks, seed))
-            self._registry = StreamRegistry(self._context, self._lender, words)
+            self._registry = StreamRegistry(self._context, self._lender, words, self._pins)
         except BaseException:
             if words is not None:
                 words.close()
+            if self._pins is not None:
+                self._pins.close()
+            if context is not None:
+                context.thread_calls.close()
             self._revoke_regions()
             raise
         self._writable = words is not None
@@ -268,7 +278,7 @@ class Pool:
         return lent if several else lent[0]
 
     def _lend(self, ids: tuple[int, ...], part: Part) -> Blocks:
-        return Blocks(self._lender.loan(ids, part.group, part.start), self._lender, self._stream)
+        return Blocks(self._lender.loan(ids, part.group, part.start), self._lender, self)
 
     # ---- streams ----
 
@@ -295,19 +305,69 @@ class Pool:
         :raises InvalidArgumentError: if an argument is malformed, or `blocks` does not have blocks of each group.
         :raises HixlError: like ``Blocks.stream``.
         """
-        return self._stream(blocks, tokens, sources, (ttl, lease, timeout))
-
-    def _stream(
-        self,
-        blocks: Sequence[Blocks],
-        tokens: Sequence[tuple[int, int]] | None,
-        sources: Sequence[Shard] | None,
-        limits: Limits,
-    ) -> LayerStream:
         self._context.check_usable()
         if not self._writable:
             raise AccessError(f"pool {self.name!r} was made with an access that lets no peer write; use access='write'")
-        return grant(self._context, self._registry, blocks, tokens, sources, limits)
+        return grant(self._context, self._registry, blocks, tokens, sources, (ttl, lease, timeout))
+
+    def offer(
+        self,
+        blocks: Sequence[Blocks],
+        *,
+        tokens: Sequence[tuple[int, int]] | None = None,
+        readers: int = 1,
+        ttl: float | None = None,
+        lease: float | None = None,
+        timeout: float | None = None,
+    ) -> Offer:
+        """Let other pools read blocks of several groups; like ``blocks.offer()``, which serves pools of one group.
+
+        :param blocks: blocks of each group, in the order of the views.
+        :param tokens: for each group the position in the sequence of the first token that is offered, and the one after the
+            last; default: all that the blocks can hold.
+        :param readers: the number of pools that will read them.
+        :param ttl: seconds within which all readers have to use the ticket; default 60.
+        :param lease: seconds without hearing of a reader after which it loses its claim to the blocks; default 10.
+        :param timeout: seconds from now after which the offer fails, whatever its progress; default: no limit.
+        :return: the offer.
+        :raises InvalidArgumentError: if an argument is malformed, or `blocks` does not have blocks of each group.
+        :raises HixlError: like ``Blocks.offer``.
+        """
+        self._context.check_usable()
+        if self._pins is None:
+            raise AccessError(f"pool {self.name!r} was made with an access that lets no peer read; use access='read'")
+        return Offer(offer(self._context, self._registry, blocks, tokens, readers, (ttl, lease, timeout)), self)
+
+    def pull(
+        self,
+        blocks: Sequence[Blocks],
+        sources: Sequence[tuple[Peer, dict[str, Any]]],
+        *,
+        tokens: Sequence[tuple[int, int]] | None = None,
+        timeout: float | None = None,
+    ) -> LayerStream:
+        """Fill blocks of several groups, or from several owners; like ``blocks.pull()``.
+
+        :param blocks: blocks of each group, in the order of the views.
+        :param sources: the owners, each with the ticket of its offer; each layer, and each head, is read from one that has it.
+        :param tokens: for each group the position in the sequence of the first token to be read, and the one after the last;
+            default: all that the blocks can hold.
+        :param timeout: seconds from now after which the stream fails, whatever its progress; default: no limit.
+        :return: the stream of the layers that land.
+        :raises LayoutMismatchError: if the owners do not hold all that this pool needs.
+        :raises InvalidArgumentError: if an argument is malformed, or `blocks` does not have blocks of each group.
+        :raises HixlError: like ``Blocks.pull``.
+        """
+        self._context.check_usable()
+        for peer, _ in sources:
+            self._check_peer(peer)
+        return pull(self._context, self._registry, blocks, sources, tokens, timeout)
+
+    def _check_peer(self, peer: Peer) -> None:
+        if not hasattr(peer, "identity"):
+            raise InvalidArgumentError(f"peer must be a peer of the pool's engine, not {peer!r}")
+        if peer.state is PeerState.UP and peer not in self.engine.peers:
+            raise InvalidArgumentError(f"{peer!r} is a peer of another engine than the pool's; connect this one to it")
 
     def open_stream(
         self, peer: Peer, ticket: dict[str, Any] | Awaitable[dict[str, Any]], *, timeout: float = 10.0
@@ -329,10 +389,7 @@ class Pool:
         :raises WrongLoopError: if called outside of the engine's event loop.
         """
         self._context.check_usable()
-        if not hasattr(peer, "identity"):
-            raise InvalidArgumentError(f"peer must be a peer of the pool's engine, not {peer!r}")
-        if peer.state is PeerState.UP and peer not in self.engine.peers:
-            raise InvalidArgumentError(f"{peer!r} is a peer of another engine than the pool's; connect this one to it")
+        self._check_peer(peer)
         timeout = positive_seconds("timeout", timeout)
         return PushStream(Producer(self._context, peer, ticket, timeout, self._registry), self)
 
@@ -370,19 +427,29 @@ class Pool:
         self._context.closed = True
         self.engine.remove_close_callback(self._on_engine_close)
         self._lender.refuse()
-        for consumer in list(self._registry.incoming.values()):
-            consumer.leave("the consumer closed its pool")
+        for arrivals in self._registry.arrivals():
+            arrivals.leave("the consumer closed its pool")
+        for offering in list(self._registry.offers.values()):
+            offering.stop("the owner closed its pool")
         for producer in list(self._registry.producers):
             producer.stop("the producer closed its pool")
 
     async def _close(self, timeout: float) -> None:
-        incoming, outgoing = list(self._registry.incoming.values()), list(self._registry.producers)
+        registry = self._registry
+        arrivals, offers, producers = registry.arrivals(), list(registry.offers.values()), list(registry.producers)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await asyncio.gather(*(consumer.ended() for consumer in incoming), *(push.ended() for push in outgoing))
-        for consumer in incoming:
-            consumer.cut()
+                await asyncio.gather(
+                    *(stream.ended() for stream in arrivals),
+                    *(offering.ended() for offering in offers),
+                    *(push.ended() for push in producers),
+                )
+        for stream in arrivals:
+            stream.cut()
+        for offering in offers:
+            offering.cut()
         await self._context.cancel_tasks()
+        self._context.thread_calls.close()
         self._registry.close()
         self._lender.take_back()
         await self._close_regions()

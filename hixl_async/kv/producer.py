@@ -25,10 +25,11 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..types import Ready
-from .blocks import Blocks, check_positions, loan_of
+from .blocks import Blocks, loan_of
 from .context import PoolContext
 from .lease import BEATS, Lease
 from .loan import Loan
+from .positions import check_positions
 from .protocol import PAYLOAD_BYTES, Decision, End, Open, Outcome, Ticket, Verdict, parse_reply, service
 from .ready import predicate
 from .sender import Aim, Push, Sender
@@ -127,10 +128,7 @@ class Producer:
         if threading.get_ident() == self.context.thread:
             self._sender.pump()
         elif wake:
-            try:
-                self._loop.call_soon_threadsafe(self._sender.pump)
-            except RuntimeError as error:
-                raise ClosedError("the engine's event loop is closed") from error
+            self.context.thread_calls.call(self._sender.pump)
 
     def _loan_of(self, source: Blocks) -> Loan:
         if not isinstance(source, Blocks):

@@ -12,8 +12,20 @@ final.  `End` is sent when the sender can no longer touch the consumer's blocks;
 decision to give up.  Layers do not travel as messages: after the data of a layer the driver stores a word, which says how many
 tokens of the layer have landed.
 
-A ticket reaches the producer over channels that this package does not control.  Therefore `Open` carries a digest of the ticket
-as the producer read it, and the consumer compares it with the ticket that it issued: only granted blocks are written.
+Where blocks are offered for reading, the roles are the other way round::
+
+    reader                                                owner
+    Open       {id, digest, pool, sender, cache} request -> accepts the ticket, once for each reader; replies with its views,
+                                                            the reader's pin and its value, and what was published
+                                        <- request   Published {id, sender, layers, payload}: more can be read, or all could
+                                        <- request   Decision {id, finished, reason}: the owner gives up
+    End        {id, complete, reason}            request -> needs the blocks no more
+
+A pin is a word in the owner's memory, which keeps its value as long as the blocks stay as they are for this reader.  The reader
+reads it after the data: if its value has changed, so may have the data.
+
+A ticket reaches the other side over channels that this package does not control.  Therefore `Open` carries a digest of the
+ticket as its user read it, and its issuer compares it with the ticket that it issued: only granted blocks are touched.
 """
 
 from __future__ import annotations
@@ -36,6 +48,7 @@ from ..errors import (
     HixlError,
     InvalidArgumentError,
     LayoutMismatchError,
+    LeaseExpiredError,
     PeerLostError,
     ProtocolError,
     StreamAbortedError,
@@ -58,6 +71,7 @@ __all__ = [
     "End",
     "Open",
     "Outcome",
+    "Published",
     "Slice",
     "Ticket",
     "Verdict",
@@ -75,7 +89,7 @@ __all__ = [
     "shard_body",
 ]
 
-VERSION = 3
+VERSION = 4
 #: Bytes of a word.
 WORD = 8
 #: Longer reasons are cut, so that no message outgrows the control connection's frames.
@@ -166,6 +180,8 @@ class Verdict(Enum):
     INVALID_TICKET = "invalid-ticket"
     #: The stream ended before it was open on this side, so that nothing was written.
     VOID = "void"
+    #: The owner of offered blocks did not keep them until they were read.
+    EXPIRED = "expired"
 
 
 _ERRORS: dict[Verdict, type[HixlError]] = {
@@ -175,6 +191,7 @@ _ERRORS: dict[Verdict, type[HixlError]] = {
     Verdict.REFUSED: LayoutMismatchError,
     Verdict.INVALID_TICKET: TicketError,
     Verdict.VOID: TicketError,
+    Verdict.EXPIRED: LeaseExpiredError,
 }
 
 
@@ -219,9 +236,9 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to fill certain blocks of one pool of one incarnation of one engine, once.
+    """The right to fill certain blocks of one pool of one incarnation of one engine, once, or to read them.
 
-    ``stream.ticket()`` returns it as a dict.
+    ``stream.ticket()`` and ``offer.ticket()`` return it as a dict.
     """
 
     #: A random name of the ticket, and of its stream.
@@ -236,16 +253,18 @@ class Ticket:
     pool: str
     #: The fingerprint of the pool's views.
     views: str
-    #: The blocks to be filled, and the tokens, of each group of the pool.
+    #: The blocks to be filled or read, and the tokens, of each group of the pool.
     slices: tuple[Slice, ...]
-    #: What each sender holds; empty if there is one, which may be anyone that holds all.
+    #: What each sender holds; empty if there is one, which may be anyone that holds all.  In an offer: what the owner holds.
     sources: tuple[Shard, ...]
-    #: The row of words of each sender in the pool's region of words.
+    #: The row of words of each sender in the pool's region of words; none in an offer.
     rows: tuple[int, ...]
-    #: The number in the words of this stream, which no other stream of the pool has.
+    #: The number of this stream, which no other stream of the pool has; its words have it.
     generation: int
-    #: The milliseconds within which the consumer has to hear of each sender that has opened the stream.
+    #: The milliseconds within which the issuer has to hear of each peer that uses the ticket.
     lease: int
+    #: ``"write"``, or ``"read"`` in an offer.
+    verb: str = "write"
 
     def body(self) -> dict[str, Any]:
         """Return the ticket as a JSON-safe dict."""
@@ -265,6 +284,7 @@ class Ticket:
             "rows": list(self.rows),
             "generation": self.generation,
             "lease": self.lease,
+            "verb": self.verb,
         }
 
     def digest(self) -> str:
@@ -302,6 +322,7 @@ class Ticket:
                 rows=tuple(_short(body, "rows", SENDERS)),
                 generation=field(body, "generation", int),
                 lease=field(body, "lease", int),
+                verb=field(body, "verb", str),
             )
             ticket._check()
         except ProtocolError as error:
@@ -312,7 +333,11 @@ class Ticket:
         # No message contains a number that Python may refuse to print.
         if not self.slices:
             raise ProtocolError("'slices' must not be empty")
-        if len(self.rows) != max(1, len(self.sources)):
+        if self.verb not in ("read", "write"):
+            raise ProtocolError("'verb' must be 'read' or 'write'")
+        if self.verb == "read" and len(self.sources) != 1:
+            raise ProtocolError("'sources' of an offer must have one entry")
+        if len(self.rows) != (max(1, len(self.sources)) if self.verb == "write" else 0):
             raise ProtocolError("'rows' must have one row for each sender")
         if any(type(row) is not int or not 0 <= row < ROWS for row in self.rows) or len(set(self.rows)) < len(
             self.rows
@@ -364,15 +389,15 @@ def parse_shard(body: Any) -> Shard:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A sender's request to use a ticket."""
+    """A sender's or a reader's request to use a ticket."""
 
     id: str
     digest: str
-    #: The sender's pool, which serves the consumer's messages.
+    #: Its pool, which serves the messages of the ticket's issuer.
     pool: str
-    #: The number of the sender among those of the ticket.
+    #: The number of the sender among those of the ticket; of a reader any number that its pool has not used before.
     sender: int
-    #: What the sender holds, and the groups of its cache; None if it has the consumer's views already, and has compared them.
+    #: What it holds, and the groups of its cache; None if it has the issuer's views already, and has compared them.
     cache: tuple[Shard, list[Any]] | None
 
     def body(self) -> dict[str, Any]:
@@ -413,10 +438,46 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """The consumer's outcome.
+class Published:
+    """What a reader of an offer may read."""
 
-    If it is not *finished*, the sender must stop, and send `End` when its transfers have drained.
+    id: str
+    #: The number of the reader.
+    sender: int
+    #: The position after the last token of layers that may be read, and 1 if no more tokens follow, else 0.
+    layers: tuple[tuple[int, int, int], ...]
+    #: The payload of the end, once the owner has finished the offer.
+    payload: bytes | None
+
+    def body(self) -> dict[str, Any]:
+        """Return the message as a JSON-safe dict."""
+        payload = None if self.payload is None else b64encode(self.payload).decode()
+        return {
+            "say": "published",
+            "id": self.id,
+            "sender": self.sender,
+            "layers": [list(layer) for layer in self.layers],
+            "payload": payload,
+        }
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Published:
+        """Parse the message.
+
+        :raises ProtocolError: if it is malformed.
+        """
+        layers = field(body, "layers", list)
+        if any(type(layer) is not list or [type(number) for number in layer] != [int] * 3 for layer in layers):
+            raise ProtocolError("'layers' must be a list of a layer, a position, and 0 or 1 for each")
+        payload = None if "payload" in body and body["payload"] is None else _payload(body)
+        return cls(field(body, "id", str), field(body, "sender", int), tuple(map(tuple, layers)), payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The issuer's outcome.
+
+    If it is not *finished*, the other side must stop, and send `End` when its transfers have drained.
     """
 
     id: str
@@ -433,7 +494,7 @@ class Decision:
         return Outcome(Verdict.FINISHED) if self.finished else Outcome(Verdict.ABORTED, self.reason)
 
 
-def parse(body: Mapping[str, Any]) -> Open | End | Decision:
+def parse(body: Mapping[str, Any]) -> Open | End | Decision | Published:
     """Parse a message.
 
     :raises ProtocolError: if it is malformed.
@@ -448,15 +509,20 @@ def parse(body: Mapping[str, Any]) -> Open | End | Decision:
             _parse_cache(body),
         )
     if say == "end":
-        try:
-            payload = b64decode(field(body, "payload", str), validate=True)
-        except (Base64Error, ValueError) as error:
-            raise ProtocolError(f"'payload' must be in base 64: {error}") from None
         complete, reason = field(body, "complete", bool), _reason(body)
-        return End(field(body, "id", str), field(body, "sender", int), complete, reason, payload)
+        return End(field(body, "id", str), field(body, "sender", int), complete, reason, _payload(body))
+    if say == "published":
+        return Published.parse(body)
     if say == "decision":
         return Decision(field(body, "id", str), field(body, "finished", bool), _reason(body))
     raise ProtocolError(f"a KV pool does not understand the message {say[:20]!r}")
+
+
+def _payload(body: Mapping[str, Any]) -> bytes:
+    try:
+        return b64decode(field(body, "payload", str), validate=True)
+    except (Base64Error, ValueError) as error:
+        raise ProtocolError(f"'payload' must be in base 64: {error}") from None
 
 
 def parse_reply(body: Mapping[str, Any]) -> Decision | None:

@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ..errors import LayoutMismatchError, ProtocolError, TicketError
+from .arrivals import Arrivals
 from .consumer import Consumer, Times
 from .context import PoolContext
 from .description import describe, differences, fingerprint, parse_groups, parse_views
 from .lender import Lender
+from .offering import Offering
+from .pins import Pins, pins_name
 from .producer import Producer
-from .protocol import LEASES, Decision, End, Slice, Ticket, field, parse, service
+from .protocol import LEASES, Decision, End, Published, Slice, Ticket, field, parse, service
+from .reader import Reader, Source
 from .reshard import owed
 from .shapes import Shard
-from .target import Target
+from .target import Target, words_name
 from .words import WordTable
 
 if TYPE_CHECKING:
@@ -40,17 +44,22 @@ class StreamRegistry:
     :param context: the context of the pool; its engine serves the messages from now on.
     :param lender: the lender of the pool's blocks.
     :param words: the table of the pool's words; None if peers cannot write the pool.
+    :param pins: the words of the pool's readers; None if peers cannot read the pool.
     :raises InvalidArgumentError: if the engine has a pool of that name.
     """
 
-    def __init__(self, context: PoolContext, lender: Lender, words: WordTable | None) -> None:
+    def __init__(self, context: PoolContext, lender: Lender, words: WordTable | None, pins: Pins | None) -> None:
         self.incoming: dict[str, Consumer] = {}
+        self.offers: dict[str, Offering] = {}
+        self.readers: dict[int, tuple[Reader, int]] = {}  # with the number of the owner, by the numbers told to owners
         self.outgoing: dict[str, Producer] = {}
         #: Those of `outgoing`, and those whose ticket is awaited.
         self.producers: set[Producer] = set()
         self._context = context
         self._lender = lender
         self._words = words
+        self._pins = pins
+        self._names = itertools.count()
         self._views = describe(context.views)
         self._fingerprint = fingerprint(self._views)
         # Never the same twice in a row of words, and hard to guess.
@@ -58,7 +67,7 @@ class StreamRegistry:
         self._readers: dict[int, tuple[Consumer, int]] = {}  # the stream and the number of the sender, by row
         self._watched: Counter[Peer] = Counter()
         self._owed = lru_cache(LAYOUTS)(partial(owed, targets=context.views))
-        self._targets: WeakKeyDictionary[Peer, dict[str, Target]] = WeakKeyDictionary()
+        self._targets: WeakKeyDictionary[Peer, dict[tuple[str, str], Target]] = WeakKeyDictionary()
         context.engine.serve(service(context.name), self._on_message)
 
     def close(self) -> None:
@@ -66,6 +75,8 @@ class StreamRegistry:
         self._context.engine.unserve(service(self._context.name))
         if self._words is not None:
             self._words.close()
+        if self._pins is not None:
+            self._pins.close()
 
     # ---- streams into the pool ----
 
@@ -88,22 +99,57 @@ class StreamRegistry:
         except BaseException:
             self._lender.end_writing(blocks)
             raise
-        ticket = Ticket(
-            id=secrets.token_urlsafe(16),
-            address=context.engine.address,
-            engine=context.engine.name,
-            incarnation=context.engine.incarnation,
-            pool=context.name,
-            views=self._fingerprint,
-            slices=tuple(slices),
-            sources=key,
-            rows=rows,
-            generation=next(self._generations),
-            lease=min(max(1, round(1000 * times.lease)), LEASES - 1),
-        )
+        ticket = self._ticket("write", slices, key, rows, times)
         consumer = self.incoming[ticket.id] = Consumer(context, loans, ticket, layers, times, self)
         self._readers.update((row, (consumer, number)) for number, row in enumerate(rows))
         return consumer
+
+    def _ticket(
+        self, verb: str, slices: Sequence[Slice], sources: tuple[Shard, ...], rows: tuple[int, ...], times: Times
+    ) -> Ticket:
+        engine = self._context.engine
+        return Ticket(
+            id=secrets.token_urlsafe(16),
+            address=engine.address,
+            engine=engine.name,
+            incarnation=engine.incarnation,
+            pool=self._context.name,
+            views=self._fingerprint,
+            slices=tuple(slices),
+            sources=sources,
+            rows=rows,
+            generation=next(self._generations),
+            lease=min(max(1, round(1000 * times.lease)), LEASES - 1),
+            verb=verb,
+        )
+
+    def pull(
+        self, loans: Sequence[Loan], slices: Sequence[Slice], sources: Sequence[Source], timeout: float | None
+    ) -> Reader:
+        """Read blocks that peers offer into some of this pool's.
+
+        :raises BusyError: if a block is being written or shared.
+        """
+        self._lender.begin_writing([block for part in slices for block in part.blocks])
+        return Reader(self._context, loans, slices, sources, timeout, self)
+
+    def add_reader(self, reader: Reader, number: int) -> int:
+        """Return a number by which an owner can name a reader."""
+        name = next(self._names)
+        self.readers[name] = reader, number
+        return name
+
+    def forget_reader(self, number: int) -> None:
+        """Undo `add_reader`."""
+        del self.readers[number]
+
+    def on_read(self, slices: Sequence[Slice]) -> None:
+        """Take note that no read can write these blocks any more."""
+        self._lender.end_writing(block for part in slices for block in part.blocks)
+
+    def arrivals(self) -> list[Arrivals]:
+        """Return the streams into the pool of which messages can arrive."""
+        return [*self.incoming.values(), *{reader for reader, _ in self.readers.values()}]
 
     def scan(self) -> None:
         """Hand the words that have changed to their streams."""
@@ -140,6 +186,21 @@ class StreamRegistry:
 
     # ---- streams out of the pool ----
 
+    def offer(self, loans: Sequence[Loan], slices: Sequence[Slice], readers: int, times: Times) -> Offering:
+        """Issue the ticket for blocks that peers may read.
+
+        :raises BusyError: if a peer may be writing one of the blocks.
+        """
+        assert self._pins is not None
+        self._lender.refuse_if_written([block for part in slices for block in part.blocks], "can be offered")
+        ticket = self._ticket("read", slices, (self._context.shard,), (), times)
+        self.offers[ticket.id] = offering = Offering(self._context, loans, ticket, readers, times, self._pins, self)
+        return offering
+
+    def forget_offer(self, offering: Offering) -> None:
+        """Forget an offer that no reader needs."""
+        self.offers.pop(offering.ticket.id, None)
+
     def add_producer(self, producer: Producer) -> None:
         """Add a stream that is being opened."""
         self.producers.add(producer)
@@ -162,7 +223,7 @@ class StreamRegistry:
 
     def known(self, peer: Peer, ticket: Ticket) -> Target | None:
         """Return the pool of a ticket as streams see it, if it is known here."""
-        target = self._targets.get(peer, {}).get(ticket.pool)
+        target = self._targets.get(peer, {}).get((ticket.pool, ticket.verb))
         return target if target is not None and target.fingerprint == ticket.views and target.alive else None
 
     async def learn(self, peer: Peer, ticket: Ticket, reply: dict[str, Any]) -> Target:
@@ -177,8 +238,9 @@ class StreamRegistry:
             raise ProtocolError(
                 f"pool {ticket.pool!r} of peer {peer.name!r} described other views than its ticket names"
             )
-        target = await Target.find(peer, ticket.pool, parse_views(description), ticket.views)
-        self._targets.setdefault(peer, {})[ticket.pool] = target
+        words = words_name(ticket.pool) if ticket.verb == "write" else pins_name(ticket.pool)
+        target = await Target.find(peer, ticket.pool, parse_views(description), ticket.views, words)
+        self._targets.setdefault(peer, {})[ticket.pool, ticket.verb] = target
         return target
 
     # ---- messages ----
@@ -190,7 +252,22 @@ class StreamRegistry:
             outgoing = self.outgoing.get(message.id)
             if outgoing is not None:
                 outgoing.on_decision(peer, message)
+            for reader, number in list(self.readers.values()):
+                reader.on_decision(number, peer, message)
             return {}
+        if isinstance(message, Published):
+            if message.sender not in self.readers:
+                raise TicketError("this reader has ended")
+            reader, number = self.readers[message.sender]
+            reader.on_published(number, peer, message)
+            return {}
+        if message.id in self.offers:
+            offering = self.offers[message.id]
+            if isinstance(message, End):
+                offering.on_end(peer, message)
+                return {}
+            reply = offering.on_open(peer, message)
+            return reply if message.cache is None else {**reply, "views": self._views}
         incoming = self.incoming.get(message.id)
         if incoming is None:
             raise TicketError("this ticket is unknown here: it was used, has expired, or its blocks were given back")

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.sealed import Sealed
 from ..core.unpicklable import unpicklable
 from ..engine.started import Started
 from ..errors import BusyError
-from .consumer import ANY_LAYER, OUTCOME, Consumer
+from .arrivals import ANY_LAYER, OUTCOME, Arrivals
 from .protocol import Outcome, check_reason
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["LayerStream"]
 
 
-class LayerStream(Sealed, maker="blocks.stream()"):
-    """The layers that producers push into some reserved blocks, made by ``blocks.stream()``.
+class LayerStream(Sealed, maker="blocks.stream() or blocks.pull()"):
+    """The layers that land in some reserved blocks, made by ``blocks.stream()`` for producers that push them, and by
+    ``blocks.pull()``, which reads them from their owners.
 
     Iterate it, or wait for single layers.  Any number of tasks may wait; all see the same landings and the same outcome,
     whenever they begin.
@@ -27,13 +25,13 @@ class LayerStream(Sealed, maker="blocks.stream()"):
 
     __reduce__ = unpicklable("wait for the layers here")
 
-    def __init__(self, consumer: Consumer, blocks: object) -> None:
+    def __init__(self, consumer: Arrivals, blocks: object) -> None:
         self._consumer = consumer
         self._blocks = blocks  # keeps the blocks reserved as long as the program can read their layers
 
     def __repr__(self) -> str:
         state = self._consumer.state
-        end = state.outcome.verdict.value if state.outcome else "open" if state.opened else "waiting for its producer"
+        end = state.outcome.verdict.value if state.outcome else "open" if state.opened else "not open yet"
         return f"<LayerStream {len(state.complete)} of {len(self._consumer.layers)} layers, {end}>"
 
     def ticket(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A consumer's pool, as its producers see it."""
+"""A pool, as the peers see it that write or read its blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tensor_bytes(views: Iterable[View]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A consumer's views, and the regions to which they refer; `find` makes it."""
+    """The views of a peer's pool, and the regions to which they refer; `find` makes it."""
 
     #: The views with their regions, one for each group.
     placed: tuple[Placed[RemoteSlice], ...]
@@ -55,22 +55,24 @@ class Target:
     fingerprint: str
     #: The regions of the tensors.
     tensors: tuple[RemoteRegion, ...]
-    #: The region of the words.
+    #: The region of the words that say what has landed; of the pins where the pool is read.
     words: RemoteRegion
     #: The index of each layer's word in a row.
     layers: dict[int, int]
     _owed: dict[tuple[Shard, ...], list[dict[int, tuple[Share, ...]]]] = field(default_factory=dict)
 
     @classmethod
-    async def find(cls, peer: Peer, pool: str, views: Sequence[View], fingerprint: str) -> Target:
+    async def find(cls, peer: Peer, pool: str, views: Sequence[View], fingerprint: str, words: str) -> Target:
         """Import the regions of a pool.
+
+        :param words: the name of the region of its words, or of its pins.
 
         :raises ProtocolError: if they are smaller than the views.
         :raises HixlError: like ``Peer.region``.
         """
         sizes = tensor_bytes(views)
         tensors = [await peer.region(name) for name in region_names(pool, len(sizes))]
-        words = await peer.region(words_name(pool))
+        region = await peer.region(words)
         for tensor, size in zip(tensors, sizes, strict=True):
             if tensor.size < size:
                 raise ProtocolError(
@@ -78,7 +80,7 @@ class Target:
                 )
         layers = {layer: index for index, layer in enumerate(groups_of_layers(views))}
         placed = tuple(Placed[RemoteSlice](view, tensors) for view in views)
-        return cls(placed, fingerprint, tuple(tensors), words, layers)
+        return cls(placed, fingerprint, tuple(tensors), region, layers)
 
     @property
     def alive(self) -> bool:

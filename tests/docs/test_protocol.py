@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import io
 import re
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hixl_async import kv
 from hixl_async.control import ESTABLISHED_LIMIT, MAX_DESCRIPTORS, PROTOCOL_VERSION, codec
 from hixl_async.control.identity import Secret
 from hixl_async.kv.description import describe, describe_groups, fingerprint
+from hixl_async.testing import engine_pair
 
 from .pages import ROOT, blocks
 
@@ -26,9 +28,10 @@ TEXT = PAGE.read_text()
 def page() -> dict[str, Any]:
     namespace: dict[str, Any] = {"__name__": "page"}
     for block in blocks(PAGE):
-        if "import hixl_async" not in block.code:
+        code = block.compile()
+        if not code.co_flags & inspect.CO_COROUTINE:  # the others need engines, and run in test_pages.py
             with contextlib.redirect_stdout(io.StringIO()):
-                exec(block.compile(), namespace)
+                exec(code, namespace)
     return namespace
 
 
@@ -107,6 +110,7 @@ def test_fields_of_messages_of_streams() -> None:
     bodies = {
         "open": kv.protocol.Open("id", "digest", "pool", 0, (shard, groups)).body(),
         "end": kv.protocol.End("id", 0, True, "").body(),
+        "published": kv.protocol.Published("id", 0, ((0, 16, 1),), None).body(),
         "decision": kv.protocol.Decision("id", True, "").body(),
     }
     listed: dict[str, list[str]] = {}
@@ -119,6 +123,23 @@ def test_fields_of_messages_of_streams() -> None:
     }
     assert all(body["say"] == name for name, body in bodies.items())
     assert f"up to {kv.protocol.PAYLOAD_BYTES >> 10} KiB" in STREAMS
+
+
+async def test_fields_of_the_answer_to_a_reader() -> None:
+    """The page's own reader, in test_pages.py, reads by these fields."""
+    async with (
+        engine_pair() as pair,
+        kv.Pool(pair.right, VIEW, access="read") as pool,
+        pool.reserve(blocks=1) as blocks,
+    ):
+        offer = blocks.offer()
+        ticket, cache = kv.Ticket.parse(offer.ticket()), (VIEW.shard, describe_groups([GROUP]))
+        opening = kv.protocol.Open(ticket.id, ticket.digest(), "reader", 0, cache)
+        answer = await pair.peer.request("kv/kv", opening.body())
+        assert fields("### Offers") == sorted(answer)
+        assert answer["published"] == kv.protocol.Published(ticket.id, 0, (), None).body()
+        await pair.peer.request("kv/kv", kv.protocol.End(ticket.id, 0, False, "").body())
+        await offer.abort()
 
 
 def test_fields_of_tickets_and_views() -> None:

@@ -30,6 +30,7 @@ from hixl_async.kv.protocol import (
     End,
     Open,
     Outcome,
+    Published,
     Slice,
     Ticket,
     Verdict,
@@ -66,8 +67,9 @@ def slices(draw: st.DrawFn) -> Slice:
 
 @st.composite
 def tickets(draw: st.DrawFn) -> Ticket:
-    sources = draw(st.lists(SHARDS, max_size=4))
-    count = max(1, len(sources))
+    verb = draw(st.sampled_from(["read", "write"]))
+    sources = draw(st.lists(SHARDS, min_size=1, max_size=1) if verb == "read" else st.lists(SHARDS, max_size=4))
+    count = 0 if verb == "read" else max(1, len(sources))
     name = st.text(max_size=12)
     return Ticket(
         id=draw(name),
@@ -81,6 +83,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
         rows=tuple(draw(st.lists(st.integers(0, ROWS - 1), min_size=count, max_size=count, unique=True))),
         generation=draw(st.integers(1, (1 << GENERATION_BITS) - 1)),
         lease=draw(st.integers(1, LEASES - 1)),
+        verb=verb,
     )
 
 
@@ -266,6 +269,14 @@ BAD: dict[str, list[Any]] = {
     ],
     "generation": [*NUMBERS, -1, 0, 1 << GENERATION_BITS],
     "lease": [*NUMBERS, -1, 0, LEASES],
+    "verb": [*TEXTS, "", "READ", "read"],  # an offer has one source, and no rows
+}
+#: The fields that a ticket of an offer has otherwise, and malformed values of them.
+OFFER = {"verb": "read", "sources": [[0, 2, [0, 1]]], "rows": []}
+BAD_OFFERS: dict[str, list[Any]] = {
+    "sources": [[], [[0, 2, []], [1, 2, []]], None],
+    "rows": [[0], [0, 1], None],
+    "verb": ["write", "read-write", None],
 }
 
 
@@ -278,6 +289,14 @@ def test_every_field_is_tried() -> None:
 def test_a_malformed_field_of_a_ticket(name: str, value: Any) -> None:
     with pytest.raises(TicketError, match="this is not a valid ticket"):
         Ticket.parse({**TICKET.body(), name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_OFFERS.items() for value in values])
+def test_a_malformed_field_of_the_ticket_of_an_offer(name: str, value: Any) -> None:
+    body = {**TICKET.body(), **OFFER}
+    assert Ticket.parse(body).body() == body
+    with pytest.raises(TicketError, match="this is not a valid ticket"):
+        Ticket.parse({**body, name: value})
 
 
 @pytest.mark.parametrize("name", TICKET.body())
@@ -324,14 +343,22 @@ def test_no_damage_deep_in_a_ticket_gets_through(ticket: Ticket, data: st.DataOb
 OPEN = Open("id", "0" * 32, "prefill", 1, (Shard(1, 2, [0, 3]), [[[0, 3], None, []]]))
 END = End("id", 2, True, "", b"token")
 DECISION = Decision("id", True, "")
+PUBLISHED = Published("id", 3, ((0, 16, 0), (2, 8, 1)), b"token")
 
 
 @given(
     message=st.builds(Open, st.text(), st.text(), st.text(), st.integers(), st.none() | CACHES)
     | st.builds(End, st.text(), st.integers(), st.booleans(), st.just("why"), st.binary(max_size=50))
     | st.builds(Decision, st.text(), st.booleans(), st.just("why"))
+    | st.builds(
+        Published,
+        st.text(),
+        st.integers(),
+        st.lists(st.tuples(st.integers(), st.integers(), st.integers()), max_size=3).map(tuple),
+        st.none() | st.binary(max_size=50),
+    )
 )
-def test_a_message_comes_back(message: Open | End | Decision) -> None:
+def test_a_message_comes_back(message: Open | End | Decision | Published) -> None:
     assert parse(sent(message.body())) == message
 
 
@@ -356,8 +383,9 @@ BAD_SHARDS: list[Any] = [
     [0.0, 1, []],
     [0, ROWS, []],
 ]
+BAD_PAYLOADS = ["a", "=", "no base 64", "\ud800", "\N{GREEK SMALL LETTER ALPHA}", "dG9r\nZW4="]
 #: Malformed values of each field of each message.
-BAD_MESSAGES: dict[str, tuple[Open | End | Decision, dict[str, list[Any]]]] = {
+BAD_MESSAGES: dict[str, tuple[Open | End | Decision | Published, dict[str, list[Any]]]] = {
     "open": (
         OPEN,
         {
@@ -376,7 +404,21 @@ BAD_MESSAGES: dict[str, tuple[Open | End | Decision, dict[str, list[Any]]]] = {
             **dict.fromkeys(("say", "id", "reason"), TEXTS),
             "sender": NUMBERS,
             "complete": [None, 1, "true", []],
-            "payload": [*TEXTS, "a", "=", "no base 64", "\ud800", "\N{GREEK SMALL LETTER ALPHA}", "dG9r\nZW4="],
+            "payload": [*TEXTS, *BAD_PAYLOADS],
+        },
+    ),
+    "published": (
+        PUBLISHED,
+        {
+            **dict.fromkeys(("say", "id"), TEXTS),
+            "sender": NUMBERS,
+            "layers": [
+                *(None, 1, "text", {}, [1], [None], ["abc"], [[]], [[0, 16]], [[0, 16, 0, 0]]),
+                *([[wrong, 16, 0]] for wrong in NUMBERS),
+                *([[0, wrong, 0]] for wrong in NUMBERS),
+                *([[0, 16, wrong]] for wrong in NUMBERS),
+            ],
+            "payload": [*TEXTS[1:], *BAD_PAYLOADS],
         },
     ),
     "decision": (
@@ -407,8 +449,8 @@ def test_an_unknown_message(say: str) -> None:
     assert len(str(caught.value)) < 100
 
 
-@given(message=st.sampled_from([OPEN, END, DECISION]), data=st.data())
-def test_damaged_messages(message: Open | End | Decision, data: st.DataObject) -> None:
+@given(message=st.sampled_from([OPEN, END, DECISION, PUBLISHED]), data=st.data())
+def test_damaged_messages(message: Open | End | Decision | Published, data: st.DataObject) -> None:
     body = data.draw(damaged(sent(message.body())))
     for read in (parse, parse_reply):
         try:
@@ -433,7 +475,7 @@ def test_what_is_no_message(body: dict[str, Any]) -> None:
 
 def test_a_reply_is_a_decision_or_nothing() -> None:
     assert parse_reply(DECISION.body()) == DECISION
-    for other in (OPEN, END):
+    for other in (OPEN, END, PUBLISHED):
         with pytest.raises(ProtocolError, match="must be a decision"):
             parse_reply(other.body())
 
@@ -458,7 +500,7 @@ def test_reasons_of_the_other_side_can_neither_forge_a_line_nor_control_a_termin
     body: dict[str, Any], cut: bool
 ) -> None:
     message = parse(body if cut else {**body, "reason": REASON})
-    assert not isinstance(message, Open)
+    assert isinstance(message, End | Decision)
     assert message.reason.startswith("bad?WARNING forged?[2J??xxx")
     assert len(message.reason) == REASON_CHARACTERS
 

@@ -771,22 +771,19 @@ async def test_an_unready_stream_does_not_hold_up_another(pair: Pair) -> None:
 
 
 async def test_push_from_the_compute_thread_wakes_the_loop_once_per_burst(pair: Pair) -> None:
-    wakes = []
-    original = pair.p.loop.call_soon_threadsafe
+    wakes, context = [], pair.source._context
+    calls = context.thread_calls
 
-    class Loop:
-        def call_soon_threadsafe(self, callback: Any, *args: Any) -> Any:
+    class Calls:
+        def call(self, callback: Any) -> None:
             wakes.append(callback)
-            return original(callback, *args)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(pair.p.loop, name)
+            calls.call(callback)
 
     async with pair.target.reserve(blocks=2) as blocks, pair.source.reserve(blocks=2) as source:
         stream = blocks.stream()
         async with pair.source.open_stream(pair.to_d, stream.ticket()) as out:
             await out.opened()
-            out._producer._loop = Loop()  # type: ignore[assignment]
+            context.thread_calls = Calls()  # type: ignore[assignment]
 
             def compute() -> None:
                 for layer in range(4):
@@ -796,6 +793,7 @@ async def test_push_from_the_compute_thread_wakes_the_loop_once_per_burst(pair: 
             thread = threading.Thread(target=compute)
             thread.start()
             thread.join()  # the loop cannot run meanwhile: one burst
+            context.thread_calls = calls
             assert len(wakes) == 1
             assert pair.p.transfers == []
         await stream.finished()

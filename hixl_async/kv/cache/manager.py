@@ -13,6 +13,7 @@ from ...engine.arguments import positive_seconds, seconds_or_zero
 from ...engine.started import Started
 from ...errors import HixlError, InvalidArgumentError, WaitTimeoutError
 from ...types import Address
+from ..pins import Pins
 from .cache import CLOSE_TIMEOUT
 from .caches import Caches
 from .context import ManagerContext
@@ -21,7 +22,6 @@ from .index import KeyIndex
 from .keys import BlocksCacheKey
 from .links import Links
 from .owner import Owner
-from .pins import Pins
 from .roles import Duty, Role
 from .transfers import Transfers
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import AccessError, HixlError, InvalidArgumentError, TicketError
 from ..description import describe
+from ..pins import Pins
 from .context import ManagerContext
 from .holds import Use
 from .index import KeyIndex
 from .links import Links
 from .messages import Describe, End, Grant, Link, Pull, Push, Stop, Unlink, parse, service
-from .pins import Pins
 from .roles import Duty
 from .served import Served, ServedPull, ServedPush
 from .store import CacheStore

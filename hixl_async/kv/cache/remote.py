@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 from ...core.memory import RemoteSlice
 from ...errors import ProtocolError
 from ..description import parse_views
+from ..pins import pins_name
 from ..placed import Placed
 from ..protocol import WORD, field
 from ..shapes import View
 from ..target import region_names, words_name
 from .messages import Describe, service
-from .pins import pins_name
 
 if TYPE_CHECKING:
     from ...engine.peer import Peer

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from ...errors import ClosedError, HixlError, PeerLostError, StreamAbortedError
 from ..lease import Lease
+from ..pins import Pins
 from .context import ManagerContext
 from .expectation import Expectation, Writer
 from .holds import Hold, Use
 from .index import Found
-from .pins import Pins
 from .roles import Duty
 from .store import CacheStore
 
