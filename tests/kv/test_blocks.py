@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from random import Random
 from typing import Any
 
 import pytest
@@ -193,6 +195,42 @@ async def test_cancelling_several_reservations_loses_nothing(pair: Pair) -> None
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert pair.target.statistics() == (4, 12, 0, 0)
+
+
+async def test_a_thousand_random_reservations_of_50_tasks_all_finish(pair: Pair) -> None:
+    """On a pool of 16 blocks, where most have to wait; a third is cancelled, and some grow, shrink and are shared."""
+    random, lent = Random(7), Counter[int]()
+
+    async def use(blocks: list[Blocks]) -> None:
+        ids = [block for one in blocks for block in one.ids]
+        lent.update(ids)
+        assert max(lent.values()) == 1, "a block was lent twice"
+        for _ in range(random.randrange(4)):
+            await asyncio.sleep(0)
+        lent.subtract(ids)
+        one = random.choice(blocks)
+        with suppress(BusyError):
+            one.extend_nowait(blocks=len(one) + 1)
+        one.trim(blocks=1)
+        async with one.share():
+            for held in blocks:
+                await held.aclose()
+
+    async def work() -> int:
+        finished = 0
+        for _ in range(20):
+            numbers = [random.randrange(1, 5) for _ in range(random.randrange(1, 5))]
+            reserving = asyncio.ensure_future(pair.target.reserve(blocks=numbers, priority=random.randrange(3)))
+            if random.random() < 1 / 3:
+                await asyncio.sleep(0)
+                reserving.cancel()
+            with suppress(asyncio.CancelledError):
+                await use(await reserving)
+            finished += 1
+        return finished
+
+    assert sum(await asyncio.gather(*(work() for _ in range(50)))) == 1000
+    assert pair.target.statistics() == (16, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
