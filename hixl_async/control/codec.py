@@ -43,11 +43,12 @@ HANDSHAKE_LIMIT = 4 << 10
 MAX_DEPTH = 16
 #: The most objects and lists, values, and floats in a message.  They cost more time to parse than their length suggests: 64 KiB
 #: of empty objects take twenty times as long as 64 KiB of text.  They are counted before the message is parsed, by their
-#: brackets, commas, and digits beside a point or an exponent, so that those inside of strings count, too.
+#: brackets, commas, and digits beside a point or an exponent, outside of strings.
 MAX_CONTAINERS, MAX_VALUES, MAX_FLOATS = 2048, 16384, 8192
 
 _LEAST_INTEGER, _GREATEST_INTEGER = -(1 << 63), (1 << 64) - 1
 _KIND = re.compile(r"[a-z][a-z0-9_.-]{0,31}")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _CONTAINERS = (dict, list, tuple)
 _WITHOUT_CHECK = {bool, type(None)}
 _HEADER = 4
@@ -300,18 +301,25 @@ def _check_counts(data: bytes) -> int:
 
     :raises ProtocolError: if it holds too many containers, values or floats.
     """
-    containers = data.count(b"{") + data.count(b"[")
-    if len(data) <= _FEW_BYTES:  # too short to hold too many of anything
-        return containers
+    # Few messages are long enough to hold too many of anything, or seem to, as the base 64 of some bytes does.
+    if len(data) > _FEW_BYTES and _excess(data) and (excess := _excess(_STRING.sub(b"", data))):
+        raise ProtocolError(f"a message holds more than {excess}")
+    return _containers(data)
+
+
+def _excess(data: bytes) -> str | None:
+    """Return what a message has too many of, or None; what looks alike inside of strings counts, too."""
     shape = data.translate(_SHAPE)
-    for what, count, most in (
-        ("objects and lists", containers, MAX_CONTAINERS),
+    counts = (
+        ("objects and lists", _containers(data), MAX_CONTAINERS),
         ("values", data.count(b","), MAX_VALUES),
         ("floats", shape.count(b"0.0") + shape.count(b"0e"), MAX_FLOATS),
-    ):
-        if count > most:
-            raise ProtocolError(f"a message holds more than {most} {what}")
-    return containers
+    )
+    return next((f"{most} {what}" for what, count, most in counts if count > most), None)
+
+
+def _containers(data: bytes) -> int:
+    return data.count(b"{") + data.count(b"[")
 
 
 def _suspicious(data: bytes) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..engine.arguments import whole_number
 from ..engine.waiters import Waiters
-from ..errors import HixlError, InvalidArgumentError, PeerDownError, TicketError
+from ..errors import HixlError, InvalidArgumentError, PeerDownError, RequestTimeoutError, TicketError
 from ..types import Ready
 from .consumer import Times
 from .context import PoolContext
@@ -239,8 +239,10 @@ class Offering:
                 await reader.peer.request(service(reader.pool), message.body(), timeout=self._times.lease)
         except PeerDownError:
             pass  # the lost callback handles it
+        except RequestTimeoutError:
+            self._expire(reader)
         except HixlError as error:
-            self._end_reader(reader, Outcome(Verdict.ABORTED, f"a reader did not take a message: {error}"))
+            self._give_up(reader, Outcome(Verdict.ABORTED, f"a reader did not take a message: {error}"))
         finally:
             reader.telling = False
 
@@ -300,8 +302,13 @@ class Offering:
 
     def _expire(self, reader: _Reader) -> None:
         silent = f"a reader was silent for {self._times.lease:g} s, and its lease has expired"
-        self._end_reader(reader, Outcome(Verdict.TIMEOUT, silent))
-        self.context.spawn(self._inform(reader, silent))  # it may wait for more, and see from its pin why none comes
+        self._give_up(reader, Outcome(Verdict.TIMEOUT, silent))
+
+    def _give_up(self, reader: _Reader, outcome: Outcome) -> None:
+        """Take the blocks from a reader that has not ended."""
+        if not reader.ended:
+            self._end_reader(reader, outcome)
+            self.context.spawn(self._inform(reader, outcome.reason))  # it sees from its pin why nothing more comes
 
     def _end_reader(self, reader: _Reader, outcome: Outcome) -> None:
         """Note that a reader has no claim to the blocks any more; its pin says so to itself."""

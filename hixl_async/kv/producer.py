@@ -215,6 +215,8 @@ class Producer:
         """Take the ticket, and what was pushed before it was known."""
         ticket = Ticket.parse(body)
         name = self.peer.name
+        if ticket.verb != "write":
+            raise TicketError("this ticket lets blocks be read, not written; use it with blocks.pull(...)", peer=name)
         if ticket.incarnation != self.peer.identity.incarnation:
             raise TicketError(
                 f"the ticket was issued by engine {ticket.engine!r}, which is not, or no longer, peer {name!r}",

@@ -395,7 +395,7 @@ class Open:
     digest: str
     #: Its pool, which serves the messages of the ticket's issuer.
     pool: str
-    #: The number of the sender among those of the ticket; of a reader any number that its pool has not used before.
+    #: The number of the sender among those of the ticket; of a reader any number that its engine has not used before.
     sender: int
     #: What it holds, and the groups of its cache; None if it has the issuer's views already, and has compared them.
     cache: tuple[Shard, list[Any]] | None

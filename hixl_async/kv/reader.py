@@ -17,15 +17,17 @@ from ..errors import (
     ProtocolError,
     StaleRegionError,
     TicketError,
+    WaitTimeoutError,
 )
 from .arrivals import ANY_LAYER, END, FENCE, Arrivals
 from .context import PoolContext
+from .description import differences
 from .lease import BEATS, Lease
 from .loan import Loan
 from .protocol import WORD, Decision, End, Open, Outcome, Published, Slice, Ticket, Verdict, field, service
 from .reading import Chunk, Claim, Reading
 from .reshard import Share
-from .states import ConsumerState
+from .states import FINISHED, ConsumerState
 from .target import Target
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class _Link:
         "news_at",
         "on_lost",
         "open",
+        "opening",
         "parted",
         "reading",
         "source",
@@ -78,6 +81,7 @@ class _Link:
         self.news_at = now
         self.early: list[Published] = []  # which arrived before the reply to the opening had been read
         self.asked = False  # the owner may know this side
+        self.opening: asyncio.Task[None]
         self.open = False
         self.finished: bytes | None = None  # the payload of the owner's end
         self.parted = False
@@ -122,7 +126,7 @@ class Reader(Arrivals):
         for number, link in enumerate(self._links):
             link.name = streams.add_reader(self, number)
             link.source.peer.add_lost_callback(link.on_lost)
-            context.spawn(self._open(number, link))
+            link.opening = context.spawn(self._open(number, link))
 
     def _link(self, number: int, source: Source) -> _Link:
         reading = Reading(
@@ -163,16 +167,17 @@ class Reader(Arrivals):
             target = self._streams.known(peer, ticket)
             link.asked = True
             peer.begin_heartbeats(lease / BEATS)
-            reply = await self._ask(link, target is not None)
-            if target is None:
-                target = await self._streams.learn(peer, ticket, reply)
+            async with asyncio.timeout(lease):
+                reply = await self._ask(link, target is not None)
+                if target is None:
+                    target = await self._streams.learn(peer, ticket, reply)
             self._compare(target)
             published = Published.parse(field(reply, "published", dict))
             link.reading.begin(self._claim(link, target, reply))
         except Exception as error:
-            self._fail(number, error)
-            return
-        if self.state.outcome is not None:
+            late = isinstance(error, TimeoutError) and not isinstance(error, HixlError)
+            text = f"the owner's blocks could not be reached within {lease:g} s"
+            self._fail(number, WaitTimeoutError(text, peer=peer.name) if late else error)
             return
         link.open = True
         link.lease = Lease(
@@ -198,9 +203,9 @@ class Reader(Arrivals):
 
         :raises LayoutMismatchError: if they differ.
         """
-        for ours, theirs in zip(self._context.views, target.placed, strict=True):
-            if found := ours.group.differences(theirs.view.group):
-                raise LayoutMismatchError(f"the KV caches of owner and reader differ: {'; '.join(found)}")
+        theirs, ours = [placed.view.group for placed in target.placed], [view.group for view in self._context.views]
+        if found := differences(theirs, ours):
+            raise LayoutMismatchError(f"the KV caches of owner and reader differ: {'; '.join(found)}")
 
     @staticmethod
     def _claim(link: _Link, target: Target, reply: Mapping[str, Any]) -> Claim:
@@ -312,7 +317,7 @@ class Reader(Arrivals):
                 self._timeout_timer.cancel()
             self.waiters.wake_all()
             for number in range(len(self._links)):
-                self._part_from(number, finished=False)
+                self._part_from(number, finished=state.outcome == FINISHED)
         if state.fenced and self._over and not self._released:
             self._released = True
             self._streams.on_read(self._slices)
@@ -326,6 +331,7 @@ class Reader(Arrivals):
         if not link.parted:
             link.parted = True
             self._parting += 1
+            link.opening.cancel()  # it may wait for regions that the owner does not export any more
             link.reading.stop()
             if link.lease is not None:
                 link.lease.end()

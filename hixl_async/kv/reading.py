@@ -112,7 +112,7 @@ class Reading:
             if first < last:
                 self._queue.append(Chunk(layer, first, last, whole))
                 self._next[layer] = last
-            elif whole:
+            elif whole and layer not in self._next:
                 self._landed([Chunk(layer, first, first, whole)])  # it ends before the tokens that are to be read
         self._pump()
 
@@ -142,8 +142,10 @@ class Reading:
             try:
                 plan = self._plan_of(chunk)
                 flying = self._in_flight
+                if any(other.layer == chunk.layer for other in flying):
+                    return  # the tokens of a layer land in order; the next landing calls this again
                 if len(flying) >= 2 and sum(flying.values()) + plan.nbytes > WINDOW:
-                    return  # the next landing calls this again
+                    return
                 self._queue.popleft()
                 self._start(chunk, plan)
             except Exception as error:

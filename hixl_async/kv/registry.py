@@ -34,6 +34,8 @@ __all__ = ["StreamRegistry"]
 
 #: The most divisions of a model over senders that are remembered.
 LAYOUTS = 64
+#: The numbers told to owners, to which all pools of this process are one peer.
+READERS = itertools.count()
 
 
 class StreamRegistry:
@@ -59,7 +61,6 @@ class StreamRegistry:
         self._lender = lender
         self._words = words
         self._pins = pins
-        self._names = itertools.count()
         self._views = describe(context.views)
         self._fingerprint = fingerprint(self._views)
         # Never the same twice in a row of words, and hard to guess.
@@ -135,7 +136,7 @@ class StreamRegistry:
 
     def add_reader(self, reader: Reader, number: int) -> int:
         """Return a number by which an owner can name a reader."""
-        name = next(self._names)
+        name = next(READERS)
         self.readers[name] = reader, number
         return name
 

@@ -153,6 +153,21 @@ def test_bodies_that_cannot_be_encoded(kind: str, body: dict[str, Any], words: s
         codec.encode(kind, body)
 
 
+@pytest.mark.parametrize("text", ["{" * 20_000, "[" * 20_000, "," * 40_000, "4e" * 20_000, '\\"{' * 10_000])
+def test_what_is_inside_of_strings_is_not_counted(text: str) -> None:
+    body = {"a": text, "b": [text[:100], 0.5]}
+    assert codec.decode(codec.encode("x", body)).body == body
+    too_many = {"a": text[:20_000], "b": [{}] * codec.MAX_CONTAINERS}
+    with pytest.raises(ProtocolError, match="more than 2048 objects"):
+        codec.encode("x", too_many)
+
+
+def test_an_open_string_hides_nothing() -> None:
+    raw = b'{"body":{"a":' + b"[" * 3000 + b'"' + b"{" * 3000
+    with pytest.raises(ProtocolError, match="more than 2048 objects"):
+        codec.decode(raw)
+
+
 def test_a_cycle_cannot_be_encoded() -> None:
     body: dict[str, Any] = {}
     body["self"] = body

@@ -370,6 +370,13 @@ def test_the_longest_end_fits_into_a_frame() -> None:
     assert (len(parsed.reason), parsed.payload) == (REASON_CHARACTERS, message.payload)
 
 
+def test_the_longest_news_of_a_reader_fit_into_a_frame() -> None:
+    layers = tuple((layer, REGION_BYTES, 1) for layer in range(500))
+    message = Published("i" * 40, 1 << 40, layers, bytes(PAYLOAD_BYTES))
+    assert len(json.dumps(message.body())) < 64 << 10
+    assert parse(sent(message.body())) == message
+
+
 BAD_SHARDS: list[Any] = [
     None,
     1,

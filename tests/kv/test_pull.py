@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +16,9 @@ from passes import settle
 
 import hixl_async as hx
 from hixl_async.kv import Blocks, Group, LayerStream, Offer, Pool, Verdict, View, shards
-from hixl_async.testing import FaultPlan, engine_pair, faulty, until
+from hixl_async.testing import FaultPlan, PeerProcess, engine_pair, faulty, peer_process, until
+
+from . import pull_process
 
 LAYERS, BLOCKS = 4, 24
 GROUP = Group.attention(LAYERS, kv_heads=4, head_dim=8, dtype="float16")
@@ -51,10 +54,14 @@ async def scene() -> AsyncIterator[Scene]:
         Pool(pair.right, VIEW, name="src", access="read", shuffle=1) as owner,
         Pool(pair.left, VIEW, name="dst", access="none", shuffle=2) as reader,
     ):
+        callbacks = [len(peer._lost_callbacks) for peer in (pair.peer, pair.back)]
         yield Scene(plan, owner, reader, pair.peer, pair.back)
         plan.clear()
         plan.release()
         await check_idle(owner, reader)
+        for peer, count in zip((pair.peer, pair.back), callbacks, strict=True):
+            assert not peer._heartbeats._intervals
+            assert len(peer._lost_callbacks) == count
 
 
 def places(blocks: Blocks, size: int, tokens: tuple[int, int]) -> tuple[list[int], list[int]]:
@@ -226,16 +233,14 @@ async def test_a_chunk_does_not_land_before_an_earlier_one(scene: Scene) -> None
 
 
 async def test_several_groups() -> None:
-    views = [
-        View.ordered(Group.attention(2, kv_heads=2, head_dim=8, dtype="float16"), blocks=BLOCKS, block_tokens=8),
-        View.ordered(Group.attention([2, 3], kv_heads=1, head_dim=16, dtype="float16"), blocks=BLOCKS, block_tokens=16),
-    ]
+    groups = [Group.attention(layers, kv_heads=2, head_dim=8, dtype="float16") for layers in ([0, 1], [2, 3])]
+    views = [View.ordered(group, "L/PBTH", blocks=16, block_tokens=8) for group in groups]
     async with (
         engine_pair() as pair,
         Pool(pair.right, views, name="src", access="read", shuffle=3) as src,
         Pool(pair.left, views, name="dst", access="none", shuffle=4) as dst,
     ):
-        mine, blocks = await src.reserve(tokens=(40, 16)), await dst.reserve(tokens=(40, 16))
+        mine, blocks = [await pool.reserve(tokens=[40, 16], group=[0, 1]) for pool in (src, dst)]
         truths = [fill(src, one, seed) for seed, one in enumerate(mine)]
         tokens = [(3, 40), (0, 16)]
         with pytest.raises(hx.InvalidArgumentError, match=r"pool\.offer and pool\.pull"):
@@ -290,6 +295,61 @@ async def test_the_ranks_of_a_model_are_read_by_one(ranks: int, stages: int) -> 
         assert await stream.finished() == b"0"
         await stream.drained()
         await check_idle(*owners)
+
+
+async def test_an_owner_of_which_nothing_is_needed() -> None:
+    """Ranks beyond the number of heads have copies of them; each head is read once."""
+    group = Group.attention(2, kv_heads=1, head_dim=8, dtype="float16")
+    views = [View.ordered(group, blocks=4, block_tokens=16, rank=rank, ranks=2) for rank in range(2)]
+    async with (
+        engine_pair() as pair,
+        Pool(pair.right, views[0], name="a", access="read") as a,
+        Pool(pair.right, views[1], name="b", access="read") as b,
+        Pool(pair.left, View.ordered(group, blocks=4, block_tokens=16), name="dst", access="none") as dst,
+        dst.reserve(tokens=32) as blocks,
+        a.reserve(tokens=32) as left,
+        b.reserve(tokens=32) as right,
+    ):
+        truth = fill(a, left)
+        fill(b, right)
+        offers = [left.offer(), right.offer()]
+        stream = dst.pull([blocks], [(pair.peer, offer.ticket()) for offer in offers])
+        for offer in offers:
+            publish_all(offer, range(2))
+        await asyncio.gather(*(offer.finish() for offer in offers), stream.finished())
+        for layer in range(2):
+            check(dst, blocks, layer, truth)
+
+
+@pytest.mark.parametrize("failure", ["ticket", "abort"])
+async def test_one_of_several_owners_fails(scene: Scene, failure: str) -> None:
+    views = [View.ordered(GROUP, blocks=BLOCKS, block_tokens=16, rank=rank, ranks=2) for rank in range(2)]
+    async with (
+        Pool(scene.owner.engine, views[0], name="a", access="read") as a,
+        Pool(scene.owner.engine, views[1], name="b", access="read") as b,
+        a.reserve(tokens=32) as left,
+        b.reserve(tokens=32) as right,
+        scene.reader.reserve(tokens=32) as blocks,
+    ):
+        good, bad = left.offer(), right.offer()
+        sources = [(scene.peer, offer.ticket()) for offer in (good, bad)]
+        if failure == "ticket":
+            await bad.abort("out of memory")
+            stream = scene.reader.pull([blocks], sources)
+            with pytest.raises((hx.StreamAbortedError, hx.TicketError), match="this ticket is unknown here"):
+                await stream.finished()
+        else:
+            stream = scene.reader.pull([blocks], sources)
+            good.publish(0)
+            await until(lambda: stream.waiting_for(0) == (1,))
+            await bad.abort("out of memory")
+            with pytest.raises(hx.StreamAbortedError, match="out of memory"):
+                await stream.finished()
+        assert stream.landed == ()
+        publish_all(good, range(0 if failure == "ticket" else 1, LAYERS))
+        with pytest.raises(hx.StreamAbortedError):
+            await good.finish()
+        await stream.drained()
 
 
 # ---- the course of an offer ----
@@ -538,12 +598,13 @@ async def test_leaving_an_offer_by_an_exception_or_too_early_aborts_it(scene: Sc
 
 async def test_the_time_for_all_of_an_offer_and_of_a_read(scene: Scene) -> None:
     async with scene.owner.reserve(tokens=32) as mine, scene.reader.reserve(tokens=32) as blocks:
-        offer = mine.offer(timeout=0.05)
+        offer = mine.offer(timeout=0.3)
         stream = blocks.pull(scene.peer, offer.ticket())
         offer.publish(0)
-        with pytest.raises(hx.StreamAbortedError, match=r"not read within its timeout of 0\.05 s"):
+        await stream.layer(0)
+        with pytest.raises(hx.StreamAbortedError, match=r"not read within its timeout of 0\.3 s"):
             await stream.finished()
-        with pytest.raises(hx.TransferTimeoutError, match=r"not read within its timeout of 0\.05 s"):
+        with pytest.raises(hx.TransferTimeoutError, match=r"not read within its timeout of 0\.3 s"):
             offer.publish(1)
         await stream.drained()
         offer = mine.offer()
@@ -567,17 +628,92 @@ async def test_a_lost_offer_warns_and_is_aborted(scene: Scene) -> None:
             await stream.finished()
 
 
+async def test_lost_blocks_end_their_read(scene: Scene) -> None:
+    async with scene.owner.reserve(tokens=32) as mine:
+        offer = mine.offer()
+        blocks = await scene.reader.reserve(tokens=32)
+        stream = blocks.pull(scene.peer, offer.ticket())
+        offer.publish(0)
+        await stream.layer(0)
+        with pytest.warns(ResourceWarning, match="never closed"):
+            del blocks, stream
+        publish_all(offer, range(1, LAYERS))
+        with pytest.raises(hx.StreamAbortedError, match="lost its blocks"):
+            await offer.finish()
+
+
+async def test_only_publishing_is_legal_on_other_threads(scene: Scene) -> None:
+    async with scene.owner.reserve(tokens=32) as mine, scene.reader.reserve(tokens=32) as blocks:
+        offer = mine.offer()
+        stream = blocks.pull(scene.peer, offer.ticket())
+
+        def elsewhere() -> None:
+            for call in (offer.abort, offer.aclose, lambda: offer._offering.finish(b""), mine.offer):
+                with pytest.raises(hx.WrongLoopError):
+                    call()
+            publish_all(offer)
+
+        await asyncio.to_thread(elsewhere)
+        for payload in ("text", b"x" * (32 << 10) + b"y", None):
+            with pytest.raises(hx.InvalidArgumentError, match="payload"):
+                await offer.finish(payload)  # type: ignore[arg-type]
+        longest = b"x" * (32 << 10)
+        await offer.finish(longest)
+        assert await stream.finished() == longest
+
+
+async def test_a_pool_whose_pins_have_no_name(scene: Scene) -> None:
+    engine = scene.owner.engine
+    engine.allocate("own.pins", 8)
+    regions = set(engine.regions)
+    with pytest.raises(hx.InvalidArgumentError, match=r"'own\.pins' exists already"):
+        Pool(engine, VIEW, name="own", access="read")
+    assert set(engine.regions) == regions
+    await engine.regions["own.pins"].aclose()
+
+
+async def test_a_lost_offer_of_which_all_was_published_is_finished(scene: Scene) -> None:
+    async with scene.owner.reserve(tokens=32) as mine, scene.reader.reserve(tokens=32) as blocks:
+        offer = mine.offer()
+        publish_all(offer)
+        stream = blocks.pull(scene.peer, offer.ticket())
+        del offer  # without a warning, which would fail this test
+        assert await stream.finished() == b""
+
+
+async def test_closing_an_offer_ends_it_at_the_call(scene: Scene) -> None:
+    async with scene.owner.reserve(tokens=32) as mine, scene.reader.reserve(tokens=32) as blocks:
+        offer = mine.offer()
+        stream = blocks.pull(scene.peer, offer.ticket())
+        offer.publish(0)
+        await stream.layer(0)
+        offer.aclose()
+        assert offer.outcome is not None
+        assert offer.outcome.verdict is Verdict.ABORTED
+        await offer.aclose()
+        offer = mine.offer()
+        publish_all(offer)
+        closing = asyncio.ensure_future(offer.aclose())
+        await stream.drained()
+        with pytest.raises(hx.ClosedError, match="finished before"):
+            await offer.finish()
+        await blocks.pull(scene.peer, offer.ticket()).finished()
+        await closing
+        assert offer.outcome == (Verdict.FINISHED, "")
+
+
 # ---- tickets ----
 
 
-async def refused(stream: LayerStream, error: type[hx.HixlError], message: str) -> None:
+async def refused(stream: LayerStream, error: type[hx.HixlError], message: str | None = None) -> None:
     """Check that a pull was refused before anything was written."""
     with pytest.raises(error, match=message):
         await stream.finished()
     with pytest.raises(error, match=message):
         await stream.layer(0)
     assert stream.outcome is not None
-    assert stream.outcome.verdict is Verdict.VOID
+    assert stream.outcome.verdict in (Verdict.VOID, Verdict.REFUSED)
+    assert stream.landed == ()
     await stream.drained()
 
 
@@ -588,7 +724,7 @@ async def test_tickets_of_the_other_kind(scene: Scene) -> None:
         scene.reader.reserve(tokens=32) as blocks,
     ):
         offer = mine.offer()
-        with pytest.raises(hx.TicketError, match=r"written|read"):
+        with pytest.raises(hx.TicketError, match=r"lets blocks be read, not written; use it with blocks\.pull"):
             async with scene.reader.open_stream(scene.peer, offer.ticket()):
                 pass
         await offer.aclose()
@@ -663,14 +799,14 @@ async def test_tickets_that_expire(scene: Scene) -> None:
         with pytest.raises(hx.TicketError, match=r"no reader opened the ticket within 0\.02 s"):
             await offer.finish()
         await refused(blocks.pull(scene.peer, ticket), hx.TicketError, "unknown here")
-        offer = mine.offer(ttl=0.05, readers=2)
+        offer = mine.offer(ttl=50, readers=2)
         ticket = offer.ticket()
         stream = blocks.pull(scene.peer, ticket)
         publish_all(offer)
         await stream.layer(0)
-        await until(lambda: not offer._offering.state.awaited)
+        offer._offering._end_unopened()  # as the timer does
         await refused(others.pull(scene.peer, ticket), hx.TicketError, "has expired")
-        with pytest.raises(hx.TransferTimeoutError, match=r"not every reader opened the ticket within 0\.05 s"):
+        with pytest.raises(hx.TransferTimeoutError, match="not every reader opened the ticket within 50 s"):
             await offer.finish()
         await stream.finished()
 
@@ -719,8 +855,8 @@ async def test_caches_that_differ_are_refused_before_anything_is_read(scene: Sce
             offer = mine.offer()
             publish_all(offer)
             stream = blocks.pull(scene.peer, offer.ticket())
-            await refused(stream, hx.LayoutMismatchError, "dtype is float16 at the source and bfloat16 at the target")
-            with pytest.raises(hx.StreamAbortedError, match="dtype is float16"):
+            await refused(stream, hx.LayoutMismatchError, "dtype is 'float16' at the source and 'bfloat16'")
+            with pytest.raises(hx.StreamAbortedError, match="dtype is 'float16'"):
                 await offer.finish()
         assert scene.reader.engine.stats().transfers == 0
 
@@ -748,11 +884,23 @@ async def test_an_engine_that_is_granted_nothing_reads_nothing(scene: Scene) -> 
         closed.reserve(tokens=16) as mine,
         scene.reader.reserve(tokens=16) as blocks,
     ):
-        offer = mine.offer()
+        offer = mine.offer(lease=0.2)
         publish_all(offer)
-        await refused(blocks.pull(scene.peer, offer.ticket()), hx.AccessError, "closed")
-        with pytest.raises(hx.StreamAbortedError):
+        message = r"could not be reached within 0\.2 s"
+        await refused(blocks.pull(scene.peer, offer.ticket()), hx.WaitTimeoutError, message)
+        with pytest.raises(hx.StreamAbortedError, match=message):
             await offer.finish()
+        # Giving up does not wait for that.
+        offer = mine.offer(lease=100)
+        stream = blocks.pull(scene.peer, offer.ticket())
+        await until(lambda: offer._offering.state.opened)
+        await settle()
+        await stream.abort("the client left")
+        await until(lambda: scene.reader._context.tasks == 0, timeout=5)
+        publish_all(offer)
+        with pytest.raises(hx.StreamAbortedError, match="the client left"):
+            await offer.finish()
+        assert scene.reader.engine.stats().transfers == 0
 
 
 async def test_blocks_that_are_being_filled(scene: Scene) -> None:
@@ -770,25 +918,383 @@ async def test_blocks_that_are_being_filled(scene: Scene) -> None:
         reading = blocks.pull(scene.peer, offer.ticket())
         with pytest.raises(hx.BusyError, match="being written"):
             blocks.pull(scene.peer, offer.ticket())
-        shared = offered.share()
         await offer.abort()
         await reading.drained()
-        await shared.aclose()
+        async with blocks.share(), offered.share():
+            with pytest.raises(hx.BusyError, match="shared with other Blocks"):
+                blocks.pull(scene.peer, offer._offering.ticket.body())
+            await offered.offer().abort()
 
 
 async def test_blocks_are_not_lent_while_a_read_may_write_them(scene: Scene) -> None:
-    scene.plan.hold(verb="read", nth=1)
+    scene.plan.late(verb="read", count=1)
     async with scene.owner.reserve(tokens=32) as mine:
+        fill(scene.owner, mine)
         async with scene.reader.reserve(tokens=32) as blocks:
             offer = mine.offer()
             stream = blocks.pull(scene.peer, offer.ticket())
             publish_all(offer)
             await until(lambda: scene.plan.counts.holding)
-        assert stream.outcome is not None
-        assert scene.reader.statistics().quarantined == 2
+        await settle(200)
+        assert scene.reader.statistics() == (BLOCKS - 2, 0, 2, 0)
         assert not offer._offering.state.ended, "its blocks are still read"
         scene.plan.clear().release()
         await stream.drained()
+        assert scene.plan.counts.landed_late == 1
         assert scene.reader.statistics().quarantined == 0
         with pytest.raises(hx.StreamAbortedError, match="gave its blocks back"):
             await offer.finish()
+
+
+# ---- lost, closed and silent peers ----
+
+
+@pytest.mark.parametrize("side", ["owner", "reader"])
+async def test_a_pool_that_closes_ends_its_offers_and_reads(scene: Scene, side: str) -> None:
+    async with (
+        Pool(scene.owner.engine, VIEW, name="closing", access="read") as src,
+        Pool(scene.reader.engine, VIEW, name="leaving", access="none") as dst,
+    ):
+        mine, blocks, others = await src.reserve(tokens=32), await dst.reserve(tokens=32), await dst.reserve(tokens=32)
+        offer, unread = mine.offer(), mine.offer()
+        ticket = unread.ticket()
+        stream = blocks.pull(scene.peer, offer.ticket())
+        offer.publish(0)
+        await stream.layer(0)
+        await (src if side == "owner" else dst).aclose()
+        with pytest.raises(
+            hx.StreamAbortedError, match=f"the {'owner' if side == 'owner' else 'consumer'} closed its pool"
+        ):
+            await stream.finished()
+        if side == "owner":
+            with pytest.raises(hx.StreamAbortedError, match="the owner closed its pool"):
+                offer.publish(1)
+            with pytest.raises(hx.TicketError):
+                unread.ticket()
+            await refused(others.pull(scene.peer, ticket), hx.TicketError, "has no pool 'closing' any more")
+        else:
+            publish_all(offer, range(1, LAYERS))
+            with pytest.raises(hx.StreamAbortedError, match="the consumer closed its pool"):
+                await offer.finish()
+            await unread.abort()
+        for one in (mine, blocks, others):
+            await one.aclose()
+        await check_idle(src, dst)
+
+
+async def test_a_pool_closes_although_a_reader_does_not_end(scene: Scene) -> None:
+    scene.plan.hold(verb="read", nth=1)
+    async with scene.reader.reserve(tokens=32) as blocks:
+        async with Pool(scene.owner.engine, VIEW, name="closing", access="read") as src, src.reserve(tokens=32) as mine:
+            offer = mine.offer()
+            stream = blocks.pull(scene.peer, offer.ticket())
+            publish_all(offer)
+            await until(lambda: scene.plan.counts.holding)
+            await src.aclose(timeout=0.01)
+            assert src.statistics() == (BLOCKS, 0, 0, 0)
+        scene.plan.clear().release()
+        with pytest.raises((hx.StreamAbortedError, hx.LeaseExpiredError)):
+            await stream.finished()
+        await stream.drained()
+
+
+@pytest.mark.parametrize("lost", ["before", "during"])
+async def test_an_owner_that_is_lost(lost: str) -> None:
+    async with engine_pair() as pair, Pool(pair.left, VIEW, name="dst", access="none") as dst:
+        engine = hx.Engine("127.0.0.1:0", name="owner")
+        await engine.open()
+        src = Pool(engine, VIEW, name="src", access="read")
+        peer = await pair.left.connect(engine.address)
+        mine, blocks = await src.reserve(tokens=32), await dst.reserve(tokens=32)
+        offer = mine.offer()
+        ticket = offer.ticket()
+        if lost == "before":
+            await engine.aclose()
+            await until(lambda: peer.state is hx.PeerState.DOWN)
+            await refused(blocks.pull(peer, ticket), hx.PeerDownError)
+        else:
+            stream = blocks.pull(peer, ticket)
+            offer.publish(0)
+            await stream.layer(0)
+            await engine.aclose()
+            with pytest.raises((hx.PeerLostError, hx.StreamAbortedError)) as caught:
+                await stream.finished()
+            assert caught.value.peer == "owner"
+            await stream.layer(0)
+            await stream.drained()
+        await src.aclose()
+        await asyncio.gather(mine.aclose(), blocks.aclose())
+        await check_idle(src, dst)
+
+
+@pytest.mark.parametrize("timeout", [0, 5])
+async def test_the_engine_of_the_reader_closes(timeout: float) -> None:
+    async with hx.Engine("127.0.0.1:0", name="owner") as engine, Pool(engine, VIEW, name="src", access="read") as src:
+        reading = hx.Engine(name="reader")
+        await reading.open()
+        dst = Pool(reading, VIEW, name="dst", access="none")
+        peer = await reading.connect(engine.address)
+        mine, blocks, others = await src.reserve(tokens=32), await dst.reserve(tokens=32), await dst.reserve(tokens=32)
+        offer = mine.offer(readers=2)
+        stream = blocks.pull(peer, offer.ticket())
+        offer.publish(0)
+        await stream.layer(0)
+        early = others.pull(peer, offer.ticket())
+        if timeout:
+            await reading.aclose()
+        else:
+            await dst.aclose(timeout=0)
+        for one in (stream, early):
+            with pytest.raises((hx.StreamAbortedError, hx.TicketError), match="closed its pool"):
+                await one.finished()
+        await until(lambda: offer._offering.state.opened == offer._offering.state.ended)
+        await offer.abort()
+        await dst.aclose()
+        assert not dst._registry.readers
+        assert not peer._heartbeats._intervals
+        await reading.aclose()
+        for one in (mine, blocks, others):
+            await one.aclose()
+        await check_idle(src, dst)
+
+
+async def test_a_link_that_breaks(scene: Scene) -> None:
+    async with scene.owner.reserve(tokens=32) as mine, scene.reader.reserve(tokens=32) as blocks:
+        offer = mine.offer()
+        stream = blocks.pull(scene.peer, offer.ticket())
+        offer.publish(0)
+        await stream.layer(0)
+        scene.plan.break_links()
+        await until(lambda: scene.back.error is not None)
+        with pytest.raises(hx.PeerLostError) as lost:
+            await stream.finished()
+        assert lost.value.peer == scene.peer.name
+        await stream.drained()
+        publish_all(offer, range(1, LAYERS))
+        with pytest.raises(hx.PeerLostError) as caught:
+            await offer.finish()
+        assert caught.value.peer == scene.back.name
+        await offer.drained()
+
+
+async def test_a_failed_read_aborts_both_sides(scene: Scene) -> None:
+    scene.plan.fail("system", native=5, nth=1, verb="read")
+    async with scene.owner.reserve(tokens=32) as mine, scene.reader.reserve(tokens=32) as blocks:
+        offer = mine.offer()
+        stream = blocks.pull(scene.peer, offer.ticket())
+        publish_all(offer)
+        with pytest.raises(hx.StreamAbortedError, match="failed"):
+            await stream.finished()
+        with pytest.raises(hx.StreamAbortedError, match="failed"):
+            await offer.finish()
+
+
+def reader_of(offer: Offer) -> Any:
+    """Return the only reader of an offer, as its owner knows it."""
+    (reader,) = offer._offering._readers.values()
+    return reader
+
+
+async def test_what_is_read_after_the_pin_has_moved_on_never_lands(scene: Scene) -> None:
+    async with scene.owner.reserve(tokens=32) as mine, scene.reader.reserve(tokens=32) as blocks:
+        truth = fill(scene.owner, mine)
+        offer = mine.offer()
+        stream = blocks.pull(scene.peer, offer.ticket())
+        offer.publish(0)
+        await stream.layer(0)
+        scene.plan.hold(verb="read")
+        publish_all(offer, range(1, LAYERS))
+        await until(lambda: scene.plan.counts.holding)
+        scene.owner._pins._words[reader_of(offer).pin] += 1  # type: ignore[union-attr]
+        fill(scene.owner, mine, 9)  # by its next user
+        scene.plan.clear().release()
+        with pytest.raises(hx.LeaseExpiredError, match="did not keep its blocks until they were read") as caught:
+            await stream.finished()
+        assert caught.value.peer == scene.peer.name
+        assert stream.landed == (0,)
+        check(scene.reader, blocks, 0, truth)
+        with pytest.raises(hx.LeaseExpiredError):
+            await stream.layer(1)
+        with pytest.raises(hx.StreamAbortedError, match="did not keep"):
+            await offer.finish()
+
+
+async def test_a_reader_that_waits_is_told_that_its_lease_has_expired(scene: Scene) -> None:
+    async with scene.owner.reserve(tokens=32) as mine, scene.reader.reserve(tokens=32) as blocks:
+        offer = mine.offer()
+        stream = blocks.pull(scene.peer, offer.ticket())
+        offer.publish(0)
+        await stream.layer(0)
+        offer._offering._expire(reader_of(offer))
+        with pytest.raises(hx.LeaseExpiredError, match="did not keep its blocks"):
+            await stream.finished()
+        publish_all(offer, range(1, LAYERS))
+        with pytest.raises(hx.TransferTimeoutError, match="a reader was silent for 10 s"):
+            await offer.finish()
+
+
+# ---- anything at any time ----
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_faults_aborts_and_closings_leave_nothing_behind(scene: Scene, seed: int) -> None:
+    random = numpy.random.default_rng(seed)
+    scene.plan.delay(0, 0.002, chance=0.4, verb="read").fail("system", chance=0.01, verb="read")
+    scene.plan.pending(chance=0.3).reorder(window=3, within=0.001, chance=0.3, verb="read")
+    finished = 0
+
+    async def owner(offer: Offer, mine: Blocks, fate: str) -> None:
+        with contextlib.suppress(hx.HixlError):
+            for tokens in ((0, 7), (7, 32)):
+                for layer in random.permutation(LAYERS).tolist():
+                    offer.publish(layer, tokens=tokens)
+                    await asyncio.sleep(random.uniform(0, 0.001))
+                    if random.random() < 0.1 and fate in ("owner aborts", "owner closes"):
+                        await (offer.abort() if fate == "owner aborts" else offer.aclose())
+            await mine.aclose()
+            await offer.finish(b"token")
+        await offer.aclose()
+        await offer.drained()
+
+    async def reader(offer: Offer, truth: Contents, fate: str) -> None:
+        nonlocal finished
+        async with scene.reader.reserve(tokens=32) as blocks:
+            try:
+                stream = blocks.pull(scene.peer, offer.ticket())
+                async for layer in stream:
+                    check(scene.reader, blocks, layer, truth)
+                    if random.random() < 0.2 and fate in ("reader aborts", "reader closes"):
+                        await (stream.abort() if fate == "reader aborts" else blocks.aclose())
+                        break
+                assert await stream.finished() in (b"", b"token")
+                finished += 1
+            except (hx.StreamAbortedError, hx.TicketError):
+                pass
+
+    async def request(number: int) -> None:
+        fates = ["", "", "owner aborts", "owner closes", "reader aborts", "reader closes"]
+        fate, readers = fates[number % len(fates)], 1 + number % 3
+        mine = await scene.owner.reserve(tokens=32)
+        truth = fill(scene.owner, mine, number)
+        offer = mine.offer(readers=readers)
+        reading = [reader(offer, truth, fate if n == 0 else "") for n in range(readers)]
+        await asyncio.gather(owner(offer, mine, fate), *reading)
+        await mine.aclose()
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(request(number) for number in range(24)))
+        async with scene.owner.reserve(blocks=BLOCKS), scene.reader.reserve(blocks=BLOCKS):
+            pass
+    assert finished
+    await check_idle(scene.owner, scene.reader)
+    pins = scene.owner._pins
+    assert pins is not None
+    assert sorted(pins._free) == list(range(pins._fresh)), "every pin is free, once"
+
+
+# ---- another process ----
+
+PROCESS = "tests.kv.pull_process:"
+
+
+class Remote(NamedTuple):
+    """A pool here, whose offer a process reads: layer 0 has landed there."""
+
+    process: PeerProcess
+    pool: Pool
+    blocks: Blocks
+    offer: Offer
+
+
+@contextlib.asynccontextmanager
+async def read_elsewhere(lease: float | None = None) -> AsyncIterator[Remote]:
+    async with (
+        peer_process() as process,
+        hx.Engine("127.0.0.1:0", name="owner") as engine,
+        Pool(engine, pull_process.VIEW, name="src", access="read", shuffle=1) as pool,
+    ):
+        blocks = await pool.reserve(blocks=4)
+        pull_process.set_all(pool, blocks, 7)
+        offer = blocks.offer(lease=lease)
+        offer.publish(0)
+        assert await process.run(PROCESS + "pull", ticket=offer.ticket(), layers=1) == [7]
+        yield Remote(process, pool, blocks, offer)
+        await blocks.aclose()
+        await check_idle(pool)
+
+
+async def test_a_reader_in_another_process() -> None:
+    async with read_elsewhere() as there:
+        publish_all(there.offer, range(1, LAYERS))
+        await there.offer.finish()
+        assert await there.process.run(PROCESS + "finished") == {
+            "error": "",
+            "landed": {str(layer): [7] for layer in range(LAYERS)},
+            "free": 8,
+        }
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["with layers to read", "waiting for layers"])
+async def test_a_reader_that_is_stopped_for_longer_than_its_lease_never_has_other_data(published: bool) -> None:
+    async with read_elsewhere(lease=0.3) as there:
+        there.process.stop()
+        if published:
+            publish_all(there.offer, range(1, LAYERS))
+        await there.blocks.aclose()
+        await until(lambda: there.offer._offering.state.ended)
+        if published:
+            with pytest.raises(hx.TransferTimeoutError, match=r"a reader was silent for 0\.3 s"):
+                await there.offer.finish()
+        else:
+            await there.offer.abort()
+        await there.offer.drained()
+        async with there.pool.reserve(blocks=8) as others:
+            pull_process.set_all(there.pool, others, 99)
+            there.process.resume()
+            end = await there.process.run(PROCESS + "finished")
+        assert end == {"error": "LeaseExpiredError", "landed": {"0": [7]}, "free": 8}
+
+
+async def test_a_reader_that_is_killed_keeps_no_blocks() -> None:
+    async with read_elsewhere() as there:
+        await there.blocks.aclose()
+        there.process.kill()
+        await until(lambda: there.offer._offering.state.ended)
+        publish_all(there.offer, range(1, LAYERS))
+        with pytest.raises(hx.PeerLostError) as caught:
+            await there.offer.finish()
+        assert caught.value.peer == "child"
+
+
+@pytest.mark.parametrize("fate", ["stop", "kill"])
+async def test_an_owner_that_is_stopped_or_killed(fate: str) -> None:
+    async with (
+        peer_process() as process,
+        hx.Engine(name="reader") as engine,
+        Pool(engine, pull_process.VIEW, name="dst", access="none") as pool,
+    ):
+        ticket = await process.run(PROCESS + "offer", value=5, lease=0.3)
+        peer = await engine.connect(ticket["address"])
+        async with pool.reserve(blocks=4) as blocks:
+            stream = blocks.pull(peer, ticket)
+            await stream.layer(0)
+            if fate == "stop":
+                process.stop()
+                with pytest.raises(hx.TransferTimeoutError, match=r"the owner was silent for 0\.3 s") as timed_out:
+                    await stream.finished()
+                assert timed_out.value.peer == "child"
+            else:
+                process.kill()
+                with pytest.raises(hx.PeerLostError) as lost:
+                    await stream.finished()
+                assert lost.value.peer == "child"
+            await stream.drained()
+            assert pull_process.values(pool, blocks, 0) == {5}
+        assert pool.statistics().free == 8
+        if fate == "stop":
+            process.resume()
+            assert await process.run(PROCESS + "finish") in (
+                {"error": "StreamAbortedError", "free": 8},
+                {"error": "TransferTimeoutError", "free": 8},  # its own lease went by before it read our end
+            )
+        await check_idle(pool)
