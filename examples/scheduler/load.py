@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from support import random_model, weights
-from support.fleet import PROGRAMS, Fleet
+from support import random_model, simulation, weights
+from support.fleet import PROGRAMS
 from support.loops import LOOPS
 from support.messages import Settings
 from support.model import Llama, blocks_needed
@@ -18,17 +17,17 @@ from support.worker import BLOCK_TOKENS
 
 import hixl_async as hx
 
+from .process import Process
 from .replay import differences
+from .router import Planned, Router
 from .timeline import Span, draw, overlaps
 
 PROGRAMS.update(P="scheduler.prefill", D="scheduler.decode")
 
-LONGEST, ANSWER = 400, 24  # tokens of a prompt, and of an answer
+ANSWER = 24  # tokens
 GAP, PATIENCE = 0.4, 2.0  # seconds: between two requests on average, and until one is cancelled at the latest
+BURST = 6  # requests that come at once before a kill, so that there are enough streams
 RANDOM_MODEL = 0.05  # of these times is enough for the tiny model
-
-
-FEWEST_BLOCKS = blocks_needed(LONGEST + ANSWER, BLOCK_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -36,26 +35,22 @@ class Options:
     """The options of the command line."""
 
     requests: int
+    longest: int
     seed: int
     blocks: int
     driver: str
+    kill: bool
+    faults: bool
     random_model: bool
 
 
-class Planned(NamedTuple):
-    """A request to come."""
-
-    number: int
-    delay: float
-    """Seconds after the one before."""
-    prompt: list[int]
-    max_tokens: int
-    cancel_after: float | None
-    """Seconds after its start, if it has not ended by then."""
+def fewest_blocks(longest: int) -> int:
+    """Return the number of blocks that the longest request needs."""
+    return blocks_needed(longest + ANSWER, BLOCK_TOKENS)
 
 
 def plan(options: Options, vocabulary: int) -> list[Planned]:
-    """Return random requests: of 1 to 400 tokens, half of them with one of three beginnings, and a quarter to be cancelled.
+    """Return random requests: half of them with one of three beginnings, and a quarter to be cancelled.
 
     Short prompts are more frequent than long ones.
     """
@@ -69,8 +64,9 @@ def plan(options: Options, vocabulary: int) -> list[Planned]:
     cancelled = set(dice.sample(range(options.requests), options.requests // 4))
     requests = []
     for number in range(options.requests):
-        length = round(dice.triangular(1, LONGEST, 1))
-        prompt = (dice.choice(beginnings) + words(LONGEST) if dice.random() < 0.5 else words(LONGEST))[:length]
+        length = round(dice.triangular(1, options.longest, 1))
+        new = words(options.longest)
+        prompt = (dice.choice(beginnings) + new if dice.random() < 0.5 else new)[:length]
         cancel_after = dice.uniform(0, PATIENCE * pace) if number in cancelled else None
         requests.append(
             Planned(number, dice.expovariate(1 / GAP) * pace, prompt, dice.randint(1, ANSWER), cancel_after)
@@ -78,66 +74,90 @@ def plan(options: Options, vocabulary: int) -> list[Planned]:
     return requests
 
 
+def plan_kills(options: Options) -> dict[int, str]:
+    """Return the processes to be killed, by the number of the request with which that begins."""
+    dice = random.Random(options.seed)
+    numbers = sorted(dice.sample(range(options.requests // 2), 2))
+    return dict(zip(numbers, dice.sample("PD", 2), strict=True)) if options.kill else {}
+
+
 async def serve(options: Options) -> bool:
     """Serve random requests, print what happened, and return whether all answers are identical and all blocks free."""
     checkpoint = random_model.load() if options.random_model else weights.load()
     requests = plan(options, checkpoint.config.vocabulary_size)
-    lives: dict[int, Span] = {}
+    faults = options.seed if options.faults else None
 
     async with hx.Engine("127.0.0.1:0", name="router", drivers=[options.driver]) as engine:
-        settings = Settings(engine.address, options.driver, next(iter(LOOPS)), options.blocks, options.random_model)
-        async with Fleet(engine, settings, "P", "D", tell=print) as fleet:
-            await fleet.ask("D", "meet", {"address": fleet.address("P")})
-
-            async def ask(request: Planned) -> dict[str, Any]:
-                began = time.monotonic()
-                body = {"number": request.number, "prompt": request.prompt, "max_tokens": request.max_tokens}
-                answer = asyncio.create_task(fleet.ask("D", "generate", body))
-                if not (await asyncio.wait({answer}, timeout=request.cancel_after))[0]:
-                    await fleet.ask("D", "cancel", {"number": request.number})
-                report = await answer
-                lives[request.number] = Span("life", began, time.monotonic(), [request.number])
-                return report
-
-            async def ask_all() -> dict[str, Any]:
-                asked = []
-                for request in requests:
-                    await asyncio.sleep(request.delay)
-                    asked.append(asyncio.create_task(ask(request)))
-                return {"answers": await asyncio.gather(*asked)}
-
-            answers = (await fleet.together({"D": ask_all()}))["D"]["answers"]
-            reports = await fleet.together({name: fleet.ask(name, "report", {}) for name in ("P", "D")})
-            spans = [span for name in ("P", "D") for span in await recorded(fleet, name)]
+        settings = Settings(
+            engine.address, options.driver, next(iter(LOOPS)), options.blocks, options.random_model, faults=faults
+        )
+        if simulated := simulation.notice(engine, options.driver):
+            print(simulated)
+        processes = {name: Process(engine, settings, name) for name in ("P", "D")}
+        router = Router(processes["P"], processes["D"])
+        async with asyncio.TaskGroup() as running:
+            for process in processes.values():
+                running.create_task(process.run())
+            answers = await send(requests, plan_kills(options), router, processes)
+            reports = {name: await process.ask("report", {}) for name, process in processes.items()}
+            spans = [*router.losses, *[span for process in processes.values() for span in await recorded(process)]]
+            for process in processes.values():
+                process.leave()
 
     finished = [(request, answer) for request, answer in zip(requests, answers, strict=True) if answer]
-    show(lives, spans, reports, {request.number for request, _ in finished})
+    show(router.lives, spans, reports, {request.number for request, _ in finished})
+    for name, process in processes.items():
+        if process.starts > 1:
+            print(f"{name} was started {process.starts} times.")
     wrong = await compare(Llama(checkpoint.config, checkpoint.weights), finished)
     for line in wrong:
         print(line)
-    free = all(report["free"] == options.blocks for report in reports.values())
-    if wrong or not free:
-        print("DIFFERENT" if wrong else "Blocks are missing.")
+    clean = all(report["free"] == options.blocks and not report["pinned"] for report in reports.values())
+    killed = all(process.starts > 1 for process in processes.values()) or not options.kill
+    if wrong or not clean or not killed:
+        print("DIFFERENT" if wrong else "Blocks are missing." if killed else "A process was not killed.")
         return False
     print(f"IDENTICAL: {len(finished)} answers, each token, each bit of its logits, each byte of keys and values.")
     return True
 
 
-async def recorded(fleet: Fleet, name: str) -> list[Span]:
+async def send(
+    requests: list[Planned], kills: dict[int, str], router: Router, processes: dict[str, Process]
+) -> list[dict[str, Any]]:
+    """Send all requests at their times, and return the answers."""
+    for process in processes.values():
+        await process.address()  # it is there
+    async with asyncio.TaskGroup() as tasks:
+        answers, killers, together = [], [], 0
+        for request in requests:
+            await asyncio.sleep(0 if together > 0 else request.delay)
+            together -= 1
+            answers.append(tasks.create_task(router.answer(request)))
+            if request.number in kills:
+                together = BURST
+                killers.append(tasks.create_task(router.kill(processes[kills[request.number]])))
+        await asyncio.wait(answers)
+        for killer in killers:
+            killer.cancel()  # has found no victim
+    return [answer.result() for answer in answers]
+
+
+async def recorded(process: Process) -> list[Span]:
     """Return the record of a process, which may be too long for one answer."""
     spans: list[Span] = []
-    while more := (await fleet.ask(name, "spans", {"first": len(spans)}))["spans"]:
+    while more := (await process.ask("spans", {"first": len(spans)}))["spans"]:
         spans += [Span(*span) for span in more]
     return spans
 
 
 def show(lives: dict[int, Span], spans: list[Span], reports: dict[str, Any], finished: set[int]) -> None:
     """Print the timeline, and what was going on at the same time."""
-    marks = {"prefill": "#", "arrival": "+", "decode": "d", "preempted": "!"}
-    prefills, arrivals, decodes, preemptions = ([span for span in spans if span.what == what] for what in marks)
+    marks = {"prefill": "#", "arrival": "+", "decode": "d", "preempted": "!", "loss": "*"}
+    prefills, arrivals, decodes, preemptions, losses = ([span for span in spans if span.what == what] for what in marks)
     seconds = max(life.last for life in lives.values()) - min(life.first for life in lives.values())
     print(
-        f"{seconds:.1f} s; . waits, # P prefills, + layers arrive at D, d D decodes, ! preempted, | finished, x cancelled"
+        f"{seconds:.1f} s; . waits, # P prefills, + layers arrive at D, d D decodes, ! preempted, * sent again, | finished, "
+        "x cancelled"
     )
     for line in draw(lives, marks, spans, {number: "|" if number in finished else "x" for number in lives}):
         print(line)
@@ -148,10 +168,13 @@ def show(lives: dict[int, Span], spans: list[Span], reports: dict[str, Any], fin
     )
     print(
         f"{len(prefills)} chunks prefilled, {len(preemptions)} preemptions, {len(lives) - len(finished)} of {len(lives)} "
-        "requests cancelled."
+        f"requests cancelled, {len(losses)} sent again."
     )
     for name, report in reports.items():
-        print(f"{name}: {report['reused']} tokens were there already; at the end {report['pool']}")
+        print(
+            f"{name}: {report['reused']} tokens were there already, {report['failed']} transfers failed; "
+            f"at the end {report['pool']}"
+        )
 
 
 async def compare(model: Llama, finished: list[tuple[Planned, dict[str, Any]]]) -> list[str]:

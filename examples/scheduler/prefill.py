@@ -26,7 +26,8 @@ async def program(worker: Worker) -> None:
             policy = Prefill(Cache(pool), compute)
 
             async def prefill(decode: hx.Peer, body: dict[str, Any]) -> None:
-                with suppress(hx.StreamAbortedError, hx.TicketError):  # D has cancelled it
+                # D has cancelled it, or is gone, or a transfer has failed; D's stream then ends, too.
+                with suppress(hx.StreamError, hx.TransferError, hx.PeerDownError):
                     await policy.prefill(body["number"], body["tokens"], body["first"], decode, body["ticket"])
 
             worker.engine.serve("prefill", prefill)

@@ -20,7 +20,14 @@ def serve_report(engine: hx.Engine, cache: Cache, recorder: Recorder) -> None:
             pass
         async with cache.pool.reserve(blocks=cache.pool.blocks):
             pass  # all are free: nothing is lost, or can be written by a peer
-        return {"pool": str(cache.pool.statistics()), "free": cache.pool.statistics().free, "reused": cache.reused}
+        pool, transfers = cache.pool.statistics(), engine.stats()
+        return {
+            "pool": str(pool),
+            "free": pool.free,
+            "pinned": transfers.pinned,  # by transfers whose end is not known
+            "failed": transfers.failed,
+            "reused": cache.reused,
+        }
 
     async def spans(_router: hx.Peer, body: dict[str, Any]) -> dict[str, Any]:
         return {"spans": recorder.spans[body["first"] : body["first"] + SPANS]}

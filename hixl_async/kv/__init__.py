@@ -20,14 +20,15 @@ from .blocks import Blocks
 from .capacity import Capacity, capacity
 from .lender import PoolStatistics
 from .offer import Offer
+from .outcome import Outcome, Verdict
 from .plan import BlockTable, Piece, Plan
 from .pool import Pool
-from .protocol import Outcome, Slice, Ticket, Verdict
 from .push import PushStream
 from .reservation import Reservation
 from .reshard import Share, senders, shards
 from .shapes import Group, Part, Place, Shard, Strides, View
 from .stream import LayerStream
+from .ticket import Slice, Ticket
 
 __all__ = [
     "BlockTable",

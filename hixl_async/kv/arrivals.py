@@ -10,8 +10,9 @@ from ..engine.arguments import whole_number
 from ..engine.waiters import Waiters
 from ..errors import ClosedError, RangeError
 from .context import PoolContext
-from .protocol import Outcome, Slice, Verdict
+from .outcome import Outcome, Verdict
 from .states import FINISHED, ConsumerState
+from .ticket import Slice
 
 if TYPE_CHECKING:
     from ..engine.peer import Peer

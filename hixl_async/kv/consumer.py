@@ -13,8 +13,10 @@ from .arrivals import ANY_LAYER, END, FENCE, Arrivals
 from .context import PoolContext
 from .lease import BEATS, Lease
 from .loan import Loan
-from .protocol import Decision, End, Open, Outcome, Ticket, Verdict, service
+from .outcome import Outcome, Verdict
+from .protocol import Decision, End, Open, service
 from .states import FINISHED, ConsumerState
+from .ticket import Ticket
 from .words import Landing
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import InvalidArgumentError, ProtocolError
-from .protocol import canonical, field, parse_shard, shard_body
+from .fields import canonical, field, parse_shard, shard_body
 from .shapes import Group, Part, Place, Strides, View
 
 __all__ = ["describe", "describe_groups", "differences", "fingerprint", "parse_groups", "parse_views"]

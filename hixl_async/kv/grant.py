@@ -12,12 +12,13 @@ from .consumer import Times
 from .context import PoolContext
 from .offering import Offering
 from .positions import check_positions
-from .protocol import LAYER_TOKENS, Slice, Ticket
 from .reader import Source
 from .registry import StreamRegistry
 from .reshard import owed
 from .shapes import Shard
 from .stream import LayerStream
+from .ticket import Slice, Ticket
+from .words import LAYER_TOKENS
 
 if TYPE_CHECKING:
     from ..engine.peer import Peer

@@ -12,7 +12,8 @@ from ..core.unpicklable import unpicklable
 from ..engine.started import Started
 from ..types import Ready
 from .offering import Offering
-from .protocol import Outcome, check_reason
+from .outcome import Outcome
+from .protocol import check_reason
 
 __all__ = ["Offer"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import ClosedError, InvalidArgumentError, RangeError, TicketError
-from .protocol import Outcome, Verdict
+from .outcome import Outcome, Verdict
 from .states import FINISHED
 
 __all__ = ["OfferState"]

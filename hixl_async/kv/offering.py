@@ -19,11 +19,13 @@ from .context import PoolContext
 from .lease import BEATS, Lease
 from .loan import Loan
 from .offer_state import OfferState
+from .outcome import Outcome, Verdict
 from .pins import Pins
 from .positions import check_positions
-from .protocol import PAYLOAD_BYTES, Decision, End, Open, Outcome, Published, Ticket, Verdict, service
+from .protocol import PAYLOAD_BYTES, Decision, End, Open, Published, service
 from .ready import predicate
 from .states import FINISHED
+from .ticket import Ticket
 
 if TYPE_CHECKING:
     from ..engine.peer import Peer

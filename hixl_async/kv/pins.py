@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import BusyError
 from ..types import AccessLike
-from .protocol import WORD
+from .words import WORD
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine

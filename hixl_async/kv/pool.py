@@ -20,20 +20,21 @@ from ..errors import AccessError, InvalidArgumentError
 from ..types import Access, AccessLike, PeerState
 from .blocks import Blocks
 from .context import PoolContext
+from .fields import REGION_BYTES
 from .grant import grant, offer, pull
 from .lender import Lender
 from .memory import make_regions
 from .offer import Offer
 from .pins import Pins
 from .producer import Producer
-from .protocol import POOL_BLOCKS, REGION_BYTES, WORD
 from .push import PushStream
 from .registry import StreamRegistry
 from .reservation import Part, Reservation, parts_of
 from .shapes import Shard, View, overlap
 from .stream import LayerStream
 from .target import region_names, tensor_bytes, words_name
-from .words import WordTable
+from .ticket import POOL_BLOCKS
+from .words import WORD, WordTable
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -29,13 +29,15 @@ from .blocks import Blocks, loan_of
 from .context import PoolContext
 from .lease import BEATS, Lease
 from .loan import Loan
+from .outcome import Outcome, Verdict
 from .positions import check_positions
-from .protocol import PAYLOAD_BYTES, Decision, End, Open, Outcome, Ticket, Verdict, parse_reply, service
+from .protocol import PAYLOAD_BYTES, Decision, End, Open, parse_reply, service
 from .ready import predicate
 from .sender import Aim, Push, Sender
 from .shapes import Shard
 from .states import Phase, ProducerState
 from .target import Target
+from .ticket import Ticket
 
 if TYPE_CHECKING:
     from ..engine.peer import Peer

@@ -30,82 +30,34 @@ ticket as its user read it, and its issuer compares it with the ticket that it i
 
 from __future__ import annotations
 
-import hashlib
-import json
-import sys
-import zlib
-from array import array
 from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any
 
 from ..control import printable
-from ..errors import (
-    HixlError,
-    InvalidArgumentError,
-    LayoutMismatchError,
-    LeaseExpiredError,
-    PeerLostError,
-    ProtocolError,
-    StreamAbortedError,
-    TicketError,
-    TransferTimeoutError,
-)
+from ..errors import InvalidArgumentError, ProtocolError
+from .fields import field, parse_shard, shard_body
+from .outcome import Outcome, Verdict
 from .shapes import Shard
 
-if TYPE_CHECKING:
-    from ..engine.peer import Peer
-
 __all__ = [
-    "LAYER_TOKENS",
-    "LEASES",
     "PAYLOAD_BYTES",
-    "POOL_BLOCKS",
-    "REGION_BYTES",
-    "WORD",
     "Decision",
     "End",
     "Open",
-    "Outcome",
     "Published",
-    "Slice",
-    "Ticket",
-    "Verdict",
-    "canonical",
     "check_reason",
-    "field",
-    "pack_ids",
-    "pack_word",
     "parse",
-    "parse_ids",
     "parse_reply",
-    "parse_shard",
-    "parse_word",
     "service",
-    "shard_body",
 ]
 
-VERSION = 4
-#: Bytes of a word.
-WORD = 8
 #: Longer reasons are cut, so that no message outgrows the control connection's frames.
 REASON_CHARACTERS = 400
 #: The most bytes that a sender can hand over with its end, so that the message fits into a frame.
 PAYLOAD_BYTES = 32 << 10
-#: A word has, from its highest bits, the generation of its stream, the tokens that have landed, and whether these are all.
-GENERATION_BITS, TOKEN_BITS = 40, 23
-#: Streams have at most so many tokens of a layer.
-LAYER_TOKENS = (1 << TOKEN_BITS) - 1
-#: Pools have fewer blocks, and regions fewer bytes.
-POOL_BLOCKS, REGION_BYTES = 1 << 31, 1 << 62
-#: The most block ids in a slice of a ticket, groups and senders of a ticket, and rows of words of a pool.
-SLICE_BLOCKS, GROUPS, SENDERS, ROWS = 1 << 20, 64, 1024, 1 << 31
-#: Leases are shorter, in milliseconds: about 35 years.
-LEASES = 1 << 40
 
 
 def service(pool: str) -> str:
@@ -120,271 +72,6 @@ def check_reason(reason: object) -> None:
     """
     if not isinstance(reason, str):
         raise InvalidArgumentError(f"reason must be a string, not {reason!r}")
-
-
-def pack_word(generation: int, tokens: int, complete: bool) -> int:
-    """Return the word of a layer of which so many tokens have landed.
-
-    :param generation: the generation of the stream's ticket.
-    :param tokens: the number of tokens, from the first of the layer's slice.
-    :param complete: True if no more will follow.
-    """
-    return generation << TOKEN_BITS + 1 | tokens << 1 | complete
-
-
-def parse_word(word: int) -> tuple[int, int, bool]:
-    """Return the generation, the tokens and the completeness that a word says; the reverse of `pack_word`."""
-    return word >> TOKEN_BITS + 1, word >> 1 & LAYER_TOKENS, bool(word & 1)
-
-
-def pack_ids(ids: Sequence[int]) -> str:
-    """Return block ids as text: their differences as 32-bit little-endian integers, deflated, in base 64."""
-    differences = array("i", [ids[0], *(after - before for before, after in pairwise(ids))])
-    if sys.byteorder == "big":
-        differences.byteswap()
-    return b64encode(zlib.compress(differences.tobytes(), 1)).decode()
-
-
-def parse_ids(text: str) -> tuple[int, ...]:
-    """Return the block ids of a text; the reverse of `pack_ids`.
-
-    :raises ProtocolError: if it is malformed, or has too many.
-    """
-    differences, deflated = array("i"), zlib.decompressobj()
-    try:
-        data = deflated.decompress(b64decode(text, validate=True), differences.itemsize * SLICE_BLOCKS)
-        differences.frombytes(data)
-    except (Base64Error, zlib.error, ValueError) as error:
-        raise ProtocolError(f"'blocks' is not a packed list of block ids: {error}") from None
-    if not deflated.eof or deflated.unused_data:
-        raise ProtocolError(f"'blocks' is not a packed list of at most {SLICE_BLOCKS} block ids")
-    if sys.byteorder == "big":
-        differences.byteswap()
-    return tuple(accumulate(differences))
-
-
-class Verdict(Enum):
-    """The way in which a stream ended."""
-
-    #: All layers have landed, and all senders have ended.
-    FINISHED = "finished"
-    #: One of the two sides gave up.
-    ABORTED = "aborted"
-    #: A time limit passed: of the lease, of the whole stream, or of its end.
-    TIMEOUT = "timeout"
-    #: The peer was lost.
-    LOST = "lost"
-    #: The two sides' caches differ.
-    REFUSED = "refused"
-    #: The producer's ticket differs from the one that was issued.
-    INVALID_TICKET = "invalid-ticket"
-    #: The stream ended before it was open on this side, so that nothing was written.
-    VOID = "void"
-    #: The owner of offered blocks did not keep them until they were read.
-    EXPIRED = "expired"
-
-
-_ERRORS: dict[Verdict, type[HixlError]] = {
-    Verdict.ABORTED: StreamAbortedError,
-    Verdict.TIMEOUT: TransferTimeoutError,
-    Verdict.LOST: PeerLostError,
-    Verdict.REFUSED: LayoutMismatchError,
-    Verdict.INVALID_TICKET: TicketError,
-    Verdict.VOID: TicketError,
-    Verdict.EXPIRED: LeaseExpiredError,
-}
-
-
-class Outcome(NamedTuple):
-    """The end of a stream, as one side sees it."""
-
-    #: The way in which the stream ended.
-    verdict: Verdict
-    #: An explanation for people; empty if the stream finished.
-    reason: str = ""
-
-    def error(self, peer: Peer | None = None) -> HixlError | None:
-        """Return a new exception for this outcome, or None if it is *finished*.
-
-        :param peer: the other side, which the exception names.
-        """
-        if self.verdict is Verdict.FINISHED:
-            return None
-        error = _ERRORS[self.verdict](self.reason, peer=None if peer is None else peer.name)
-        if isinstance(error, PeerLostError) and peer is not None:
-            error.confirmed_dead = peer.confirmed_dead
-        return error
-
-
-class Slice(NamedTuple):
-    """The tokens of a sequence that a stream brings into blocks of one group."""
-
-    #: The block ids, in the order of the tokens.
-    blocks: tuple[int, ...]
-    #: The position in the sequence of the first token of the first block.
-    start: int
-    #: The position of the first token that is brought.
-    first: int
-    #: The position after the last one.
-    last: int
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens."""
-        return self.last - self.first
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """The right to fill certain blocks of one pool of one incarnation of one engine, once, or to read them.
-
-    ``stream.ticket()`` and ``offer.ticket()`` return it as a dict.
-    """
-
-    #: A random name of the ticket, and of its stream.
-    id: str
-    #: The address at which the consumer's engine listens, ``host:port``.
-    address: str
-    #: The name of the consumer's engine.
-    engine: str
-    #: The incarnation of the consumer's engine.
-    incarnation: str
-    #: The name of the consumer's pool.
-    pool: str
-    #: The fingerprint of the pool's views.
-    views: str
-    #: The blocks to be filled or read, and the tokens, of each group of the pool.
-    slices: tuple[Slice, ...]
-    #: What each sender holds; empty if there is one, which may be anyone that holds all.  In an offer: what the owner holds.
-    sources: tuple[Shard, ...]
-    #: The row of words of each sender in the pool's region of words; none in an offer.
-    rows: tuple[int, ...]
-    #: The number of this stream, which no other stream of the pool has; its words have it.
-    generation: int
-    #: The milliseconds within which the issuer has to hear of each peer that uses the ticket.
-    lease: int
-    #: ``"write"``, or ``"read"`` in an offer.
-    verb: str = "write"
-
-    def body(self) -> dict[str, Any]:
-        """Return the ticket as a JSON-safe dict."""
-        return self._body(pack_ids)
-
-    def _body(self, pack: Callable[[Sequence[int]], Any]) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "id": self.id,
-            "address": self.address,
-            "engine": self.engine,
-            "incarnation": self.incarnation,
-            "pool": self.pool,
-            "views": self.views,
-            "slices": [[pack(part.blocks), part.start, part.first, part.last] for part in self.slices],
-            "sources": [shard_body(shard) for shard in self.sources],
-            "rows": list(self.rows),
-            "generation": self.generation,
-            "lease": self.lease,
-            "verb": self.verb,
-        }
-
-    def digest(self) -> str:
-        """Return 32 hexadecimal digits that change with any field.
-
-        They are the first 128 bits of the SHA-256 of the body as JSON in ASCII, with sorted keys and without spaces, and with
-        lists of block ids, because libraries deflate the same data to different bytes.
-        """
-        return hashlib.sha256(canonical(self._body(list))).hexdigest()[:32]
-
-    @classmethod
-    def parse(cls, body: Any) -> Ticket:
-        """Parse the dict of a ticket.
-
-        :param body: the dict that ``stream.ticket()`` returned; it may have passed through JSON.
-        :return: the ticket.
-        :raises TicketError: if it is malformed, or of another version of the protocol.
-        """
-        try:
-            if not isinstance(body, Mapping):
-                raise ProtocolError("a ticket is a dict")
-            if field(body, "version", int) != VERSION:
-                raise ProtocolError(f"its version is not {VERSION}, which this package supports")
-            if unknown := body.keys() - _TICKET_FIELDS:
-                raise ProtocolError(f"a ticket has no field {min(map(repr, unknown))[:40]}")
-            ticket = cls(
-                id=field(body, "id", str),
-                address=field(body, "address", str),
-                engine=field(body, "engine", str),
-                incarnation=field(body, "incarnation", str),
-                pool=field(body, "pool", str),
-                views=field(body, "views", str),
-                slices=tuple(_parse_slice(part) for part in _short(body, "slices", GROUPS)),
-                sources=tuple(parse_shard(shard) for shard in _short(body, "sources", SENDERS)),
-                rows=tuple(_short(body, "rows", SENDERS)),
-                generation=field(body, "generation", int),
-                lease=field(body, "lease", int),
-                verb=field(body, "verb", str),
-            )
-            ticket._check()
-        except ProtocolError as error:
-            raise TicketError(f"this is not a valid ticket: {error}") from None
-        return ticket
-
-    def _check(self) -> None:
-        # No message contains a number that Python may refuse to print.
-        if not self.slices:
-            raise ProtocolError("'slices' must not be empty")
-        if self.verb not in ("read", "write"):
-            raise ProtocolError("'verb' must be 'read' or 'write'")
-        if self.verb == "read" and len(self.sources) != 1:
-            raise ProtocolError("'sources' of an offer must have one entry")
-        if len(self.rows) != (max(1, len(self.sources)) if self.verb == "write" else 0):
-            raise ProtocolError("'rows' must have one row for each sender")
-        if any(type(row) is not int or not 0 <= row < ROWS for row in self.rows) or len(set(self.rows)) < len(
-            self.rows
-        ):
-            raise ProtocolError(f"'rows' must be different numbers below {ROWS}")
-        if not 0 < self.generation < 1 << GENERATION_BITS:
-            raise ProtocolError("'generation' is out of range")
-        if not 0 < self.lease < LEASES:
-            raise ProtocolError("'lease' is out of range")
-
-
-_TICKET_FIELDS = {"version", *Ticket.__dataclass_fields__}
-
-
-def _parse_slice(body: Any) -> Slice:
-    """Parse a slice: its blocks, and three positions.
-
-    :raises ProtocolError: if it is malformed.
-    """
-    if not isinstance(body, list) or [type(item) for item in body] != [str, int, int, int]:
-        raise ProtocolError("'slices' must consist of lists of packed block ids and three numbers")
-    part = Slice(parse_ids(body[0]), *body[1:])
-    if not 0 <= part.start <= part.first < part.last < REGION_BYTES or part.tokens > LAYER_TOKENS:
-        raise ProtocolError("'slices' has positions out of range")
-    if not part.blocks or min(part.blocks) < 0 or max(part.blocks) >= POOL_BLOCKS:
-        raise ProtocolError("'slices' has block ids out of range")
-    if len(set(part.blocks)) < len(part.blocks):
-        raise ProtocolError("'slices' names a block twice")
-    return part
-
-
-def shard_body(shard: Shard) -> list[Any]:
-    """Return a shard as a JSON-safe list: rank, ranks, and the layers."""
-    return [shard.rank, shard.ranks, list(shard.layers)]
-
-
-def parse_shard(body: Any) -> Shard:
-    """Parse a shard.
-
-    :raises ProtocolError: if it is malformed.
-    """
-    if not isinstance(body, list) or [type(item) for item in body] != [int, int, list]:
-        raise ProtocolError("a shard is a list of a rank, the ranks and a list of layers")
-    rank, ranks, layers = body
-    if any(type(layer) is not int or not 0 <= layer < REGION_BYTES for layer in layers) or not 0 <= rank < ranks < ROWS:
-        raise ProtocolError("a shard has a number out of range")
-    return Shard(rank, ranks, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,27 +225,6 @@ def parse_reply(body: Mapping[str, Any]) -> Decision | None:
     return message
 
 
-_Kind = TypeVar("_Kind")
-
-
-def field(body: Mapping[str, Any], name: str, kind: type[_Kind]) -> _Kind:
-    """Return a field of a message.
-
-    :raises ProtocolError: if it is missing, or of another type.
-    """
-    value = body.get(name)
-    if type(value) is not kind:  # isinstance would take True for a number
-        raise ProtocolError(f"{name!r} must be of type {kind.__name__}, not {type(value).__name__}")
-    return value
-
-
-def _short(body: Mapping[str, Any], name: str, most: int) -> list[Any]:
-    items = field(body, name, list)
-    if len(items) > most:
-        raise ProtocolError(f"{name!r} must have at most {most} items")
-    return items
-
-
 def _parse_cache(body: Mapping[str, Any]) -> tuple[Shard, list[Any]] | None:
     if "cache" in body and body["cache"] is None:
         return None
@@ -570,8 +236,3 @@ def _parse_cache(body: Mapping[str, Any]) -> tuple[Shard, list[Any]] | None:
 
 def _reason(body: Mapping[str, Any]) -> str:
     return printable(field(body, "reason", str), REASON_CHARACTERS)
-
-
-def canonical(body: Any) -> bytes:
-    """Return JSON in ASCII with sorted keys and without spaces, for digests."""
-    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

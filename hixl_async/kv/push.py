@@ -12,8 +12,10 @@ from ..core.unpicklable import unpicklable
 from ..engine.started import Started
 from ..types import Ready
 from .blocks import Blocks
+from .outcome import Outcome
 from .producer import Producer
-from .protocol import Outcome, Ticket, check_reason
+from .protocol import check_reason
+from .ticket import Ticket
 
 if TYPE_CHECKING:
     from ..engine.peer import Peer

@@ -22,13 +22,17 @@ from ..errors import (
 from .arrivals import ANY_LAYER, END, FENCE, Arrivals
 from .context import PoolContext
 from .description import differences
+from .fields import field
 from .lease import BEATS, Lease
 from .loan import Loan
-from .protocol import WORD, Decision, End, Open, Outcome, Published, Slice, Ticket, Verdict, field, service
+from .outcome import Outcome, Verdict
+from .protocol import Decision, End, Open, Published, service
 from .reading import Chunk, Claim, Reading
 from .reshard import Share
 from .states import FINISHED, ConsumerState
 from .target import Target
+from .ticket import Slice, Ticket
+from .words import WORD
 
 if TYPE_CHECKING:
     from ..engine.peer import Peer

@@ -14,9 +14,11 @@ from ..errors import RangeError
 from .context import PoolContext
 from .placed import copies
 from .plan import BlockTable, Plan
-from .protocol import WORD, Published, Slice
+from .protocol import Published
 from .reshard import Share
 from .target import Target
+from .ticket import Slice
+from .words import WORD
 
 if TYPE_CHECKING:
     from ..core.memory import RemoteSlice

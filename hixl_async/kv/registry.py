@@ -15,15 +15,17 @@ from .arrivals import Arrivals
 from .consumer import Consumer, Times
 from .context import PoolContext
 from .description import describe, differences, fingerprint, parse_groups, parse_views
+from .fields import field
 from .lender import Lender
 from .offering import Offering
 from .pins import Pins, pins_name
 from .producer import Producer
-from .protocol import LEASES, Decision, End, Published, Slice, Ticket, field, parse, service
+from .protocol import Decision, End, Published, parse, service
 from .reader import Reader, Source
 from .reshard import owed
 from .shapes import Shard
 from .target import Target, words_name
+from .ticket import LEASES, Slice, Ticket
 from .words import WordTable
 
 if TYPE_CHECKING:

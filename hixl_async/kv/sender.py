@@ -14,10 +14,11 @@ from .context import PoolContext
 from .loan import Loan
 from .placed import copies
 from .plan import BlockTable, Plan
-from .protocol import WORD, Slice, pack_word
 from .reshard import Share
 from .states import ProducerState
 from .target import Target
+from .ticket import Slice
+from .words import WORD, pack_word
 
 if TYPE_CHECKING:
     from ..core.transfer import Transfer

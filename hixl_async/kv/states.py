@@ -18,7 +18,8 @@ from collections.abc import Collection, Sequence
 from enum import IntEnum
 
 from ..errors import ClosedError, InvalidArgumentError, TicketError
-from .protocol import End, Outcome, Verdict
+from .outcome import Outcome, Verdict
+from .protocol import End
 
 __all__ = ["FINISHED", "ConsumerState", "Incoming", "Phase", "ProducerState"]
 

@@ -10,7 +10,8 @@ from ..core.unpicklable import unpicklable
 from ..engine.started import Started
 from ..errors import BusyError
 from .arrivals import ANY_LAYER, OUTCOME, Arrivals
-from .protocol import Outcome, check_reason
+from .outcome import Outcome
+from .protocol import check_reason
 
 __all__ = ["LayerStream"]
 

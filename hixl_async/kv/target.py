@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from ..core.memory import RemoteSlice
 from ..errors import ProtocolError
 from .placed import Placed
-from .protocol import WORD
 from .reshard import Share, owed
 from .shapes import Shard, View
+from .words import WORD
 
 if TYPE_CHECKING:
     from ..engine.peer import Peer

@@ -1,4 +1,4 @@
-"""The words of a pool's streams: a row for each sender, a word for each layer, which senders store after their data."""
+"""The words that senders store after their data: a row for each sender of a pool's streams, a word for each layer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,35 @@ from typing import TypeAlias
 
 from ..core.signal_words import SignalWords
 from ..errors import BusyError
-from .protocol import parse_word
 
-__all__ = ["Landing", "WordTable"]
+__all__ = ["GENERATION_BITS", "LAYER_TOKENS", "WORD", "Landing", "WordTable", "pack_word", "parse_word"]
+
+#: Bytes of a word.
+WORD = 8
+#: A word has, from its highest bits, the generation of its stream, the tokens that have landed, and whether these are all.
+GENERATION_BITS, TOKEN_BITS = 40, 23
+#: Streams have at most so many tokens of a layer.
+LAYER_TOKENS = (1 << TOKEN_BITS) - 1
 
 
 #: A word that has changed: the index of the layer among those of the pool, the generation, the number of tokens that have
 #: landed, and True if these are all.
 Landing: TypeAlias = tuple[int, int, int, bool]
+
+
+def pack_word(generation: int, tokens: int, complete: bool) -> int:
+    """Return the word of a layer of which so many tokens have landed.
+
+    :param generation: the generation of the stream's ticket.
+    :param tokens: the number of tokens, from the first of the layer's slice.
+    :param complete: True if no more will follow.
+    """
+    return generation << TOKEN_BITS + 1 | tokens << 1 | complete
+
+
+def parse_word(word: int) -> tuple[int, int, bool]:
+    """Return the generation, the tokens and the completeness that a word says; the reverse of `pack_word`."""
+    return word >> TOKEN_BITS + 1, word >> 1 & LAYER_TOKENS, bool(word & 1)
 
 
 class WordTable:

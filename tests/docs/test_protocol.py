@@ -163,7 +163,7 @@ def test_packed_blocks(page: dict[str, Any], ids: tuple[int, ...]) -> None:
     assert kv.Ticket.parse(body) == ticket
 
 
-@pytest.mark.parametrize("parts", [(1, 0, False), (7, 48, True), ((1 << 40) - 1, kv.protocol.LAYER_TOKENS, True)])
+@pytest.mark.parametrize("parts", [(1, 0, False), (7, 48, True), ((1 << 40) - 1, kv.words.LAYER_TOKENS, True)])
 def test_words(page: dict[str, Any], parts: tuple[int, int, bool]) -> None:
-    assert page["pack_word"](*parts) == kv.protocol.pack_word(*parts)
-    assert kv.protocol.parse_word(page["pack_word"](*parts)) == parts
+    assert page["pack_word"](*parts) == kv.words.pack_word(*parts)
+    assert kv.words.parse_word(page["pack_word"](*parts)) == parts

@@ -1,4 +1,4 @@
-"""The scheduler: its policy with a fake model, the model's rows, and a run of all of it in processes.
+"""The scheduler: its policy with a fake model, the model's rows, the router, and runs of all of it in processes.
 
 The fake model's samples depend on the keys and values that it reads, so that an answer is right only if all of them arrived.
 """
@@ -6,12 +6,14 @@ The fake model's samples depend on the keys and values that it reads, so that an
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,26 @@ import pytest
 
 np = pytest.importorskip("numpy", reason="the scheduler needs numpy")
 
-from scheduler import policy  # noqa: E402 - after importorskip, as those below
+from scheduler import policy, router  # noqa: E402 - after importorskip, as those below
 from scheduler.cache import Cache  # noqa: E402
 from scheduler.compute import Compute  # noqa: E402
+from scheduler.loss import cause, is_loss  # noqa: E402
 from scheduler.model import BatchedLlama  # noqa: E402
 from scheduler.policy import Decode, Prefill  # noqa: E402
+from scheduler.process import Process  # noqa: E402
 from scheduler.records import OnLayer, Part, Request, Sample  # noqa: E402
 from scheduler.replay import differences  # noqa: E402
+from scheduler.router import Planned, Router  # noqa: E402
 from scheduler.timeline import Span, draw, overlaps  # noqa: E402
-from support import random_model  # noqa: E402
+from support import fleet, random_model  # noqa: E402
+from support.fleet import Failed, Silent  # noqa: E402
+from support.messages import Settings  # noqa: E402
 from support.model import Llama, PagedCache  # noqa: E402
 from support.worker import kv_digests  # noqa: E402
 
 import hixl_async as hx  # noqa: E402
+from hixl_async.testing import until  # noqa: E402
+from tests.hixlsim.build import build  # noqa: E402
 
 LAYERS, SIZE, TOKENS = 3, 4, 97
 GROUP = hx.kv.Group.attention(LAYERS, kv_heads=1, head_dim=2, dtype="float32")
@@ -388,6 +397,33 @@ async def test_an_error_of_p_reaches_the_request(sides: Sides) -> None:
     await sides.answered(Request(1, prompt_of(0, 9), 2))
 
 
+async def test_a_loss_in_the_middle_of_a_prompt(sides: Sides) -> None:
+    lost = threading.Event()
+
+    def before_layer(parts: Sequence[Part], layer: int) -> None:
+        if layer == 2:
+            assert lost.wait(30)
+
+    async def ask(number: int, tokens: list[int], first: int, ticket: dict[str, Any]) -> None:
+        try:
+            await sides.ask(number, tokens, first, ticket)
+        except hx.HixlError as error:
+            raise hx.RequestLostError("P has gone") from error
+
+    sides.d.ask = ask
+    sides.p_model.before_layer = before_layer
+    requests = [Request(number, prompt_of(number, 30), 2) for number in range(policy.STREAMS + 1)]
+    tasks = [asyncio.create_task(sides.generate(request)) for request in requests]
+    await sides.happens(lambda: ("layer", 0) in sides.events and len(sides.asked) == policy.STREAMS)
+    await sides.to_d.aclose()
+    for task in tasks:
+        with pytest.raises(ExceptionGroup) as caught:
+            await task
+        assert is_loss(cause(caught.value))
+        lost.set()  # the first request did not wait for P's thread
+    assert not sides.finished
+
+
 async def test_random_requests_in_a_small_pool(sides: Sides) -> None:
     dice = np.random.default_rng(5)
     beginnings = [prompt_of(seed, 3 * SIZE) for seed in range(2)]
@@ -490,13 +526,177 @@ def test_overlaps_are_with_other_requests() -> None:
     assert overlaps(steps, [Span("prefill", 0.5, 4.5, [2])]) == 3
 
 
+# ----------------------------------------------------------------------- losses, and the router
+
+
+def remote(name: str) -> hx.RemoteError:
+    """Return an error as the router gets it from D."""
+    error = hx.RemoteError(f"{name}: it failed")
+    error.remote_class = name
+    return error
+
+
+class FakeProcess:
+    """A process that answers requests in turn, by raising or returning what it was made with."""
+
+    def __init__(self, *answers: Exception | dict[str, Any]) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.addresses = 0
+
+    async def address(self) -> str:
+        self.addresses += 1
+        return f"address {self.addresses}"
+
+    async def ask(self, service: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append((service, body))
+        if not self.answers:
+            await asyncio.Event().wait()
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def planned(cancel_after: float | None = None) -> Planned:
+    return Planned(7, 0.0, [1, 2, 3], 4, cancel_after)
+
+
+LOST = [hx.PeerDownError("D"), Silent(15), *map(remote, ("PeerLostError", "RequestLostError", "StreamAbortedError"))]
+
+
+@pytest.mark.parametrize("loss", LOST, ids=str)
+async def test_a_lost_request_is_sent_again(loss: Exception) -> None:
+    p, d = FakeProcess(), FakeProcess(loss, {"answer": [1]})
+    router = Router(p, d)  # type: ignore[arg-type]
+    assert await router.answer(planned()) == {"answer": [1]}
+    body = {"number": 7, "prompt": [1, 2, 3], "max_tokens": 4}
+    assert d.asked == [("generate", {**body, "prefill": f"address {tried}"}) for tried in (1, 2)]
+    assert [span.numbers for span in router.losses] == [[7]]
+    assert router.lives.keys() == {7}
+
+
+@pytest.mark.parametrize("error", [hx.RangeError("x"), remote("RemoteError"), remote("LayoutMismatchError")], ids=str)
+async def test_other_errors_are_final(error: Exception) -> None:
+    d = FakeProcess(error)
+    with pytest.raises(type(error), match=str(error)):
+        await Router(FakeProcess(), d).answer(planned())  # type: ignore[arg-type]
+    assert len(d.asked) == 1
+
+
+async def test_a_request_is_not_sent_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "TRIES", 3)
+    d = FakeProcess(*(hx.PeerDownError(str(tried)) for tried in range(9)))
+    with pytest.raises(hx.PeerDownError, match="2"):
+        await Router(FakeProcess(), d).answer(planned())  # type: ignore[arg-type]
+    assert len(d.asked) == 3
+
+
+async def test_a_cancelled_request_is_cancelled_at_d(monkeypatch: pytest.MonkeyPatch) -> None:
+    d = FakeProcess()
+
+    async def ask(service: str, body: dict[str, Any]) -> dict[str, Any]:
+        if service == "cancel":
+            d.answers.append(hx.PeerDownError("it has just died"))
+        return await FakeProcess.ask(d, service, body)
+
+    monkeypatch.setattr(d, "ask", ask)
+    assert await Router(FakeProcess(), d).answer(planned(cancel_after=0.01)) == {}  # type: ignore[arg-type]
+    assert d.asked[-1] == ("cancel", {"number": 7})
+
+
+def test_the_cause_of_a_group_is_a_loss() -> None:
+    loss, other = hx.StreamAbortedError("x"), ValueError("y")
+    assert cause(ExceptionGroup("", [other, ExceptionGroup("", [other, loss])])) is loss
+    assert cause(ExceptionGroup("", [ExceptionGroup("", [other])])) is other
+
+
+# ----------------------------------------------------------------------- a process that is started again
+
+#: A process that does nothing, and has no model to load.
+IDLE = """
+import asyncio, json, os, sys
+import hixl_async as hx
+
+async def main():
+    async with hx.Engine("127.0.0.1:0", name="D") as engine:
+        engine.serve("fail", lambda peer, body: os._exit(3))
+        gone = asyncio.Event()
+        router = await engine.connect(json.loads(sys.argv[1])["router"])
+        router.add_lost_callback(lambda _: gone.set())
+        await gone.wait()
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def idle_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Process, asyncio.Task[None]]]:
+    (folder / "idle.py").write_text(IDLE)
+    monkeypatch.setitem(fleet.PROGRAMS, "D", "idle")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(Path(hx.__file__).parents[1])]))
+    async with hx.Engine("127.0.0.1:0", name="router") as engine:
+        process = Process(engine, Settings(engine.address, "shm", "asyncio", 1, True), "D")
+        running = asyncio.create_task(process.run())
+        try:
+            yield process, running
+        finally:
+            process.leave()
+            await asyncio.wait({running})
+            running.exception()
+
+
+async def test_a_killed_process_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with idle_process(tmp_path, monkeypatch) as (process, running):
+        before, address = await process.pid(), await process.address()
+        os.kill(before, signal.SIGKILL)
+        await until(lambda: process.starts == 2)
+        assert await process.pid() != before
+        assert await process.address() != address
+        assert await process.ask(fleet.PING, {"n": 1}) == {"n": 1}
+        process.leave()
+        await running
+
+
+async def test_a_process_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with idle_process(tmp_path, monkeypatch) as (process, _):
+        before = await process.pid()
+        with monkeypatch.context() as impatient, pytest.raises(Silent):
+            impatient.setattr(fleet, "LOOK", 0.02)
+            os.kill(before, signal.SIGSTOP)
+            await process.ask(fleet.PING, {})
+        assert await process.pid() != before
+
+
+async def test_a_process_that_fails_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with idle_process(tmp_path, monkeypatch) as (process, running):
+        with pytest.raises(hx.PeerDownError):
+            await process.ask("fail", {})
+        with pytest.raises(Failed, match="D: ended with exit code 3"):
+            await running
+        assert process.starts == 1
+
+
 # ----------------------------------------------------------------------- all of it
 
 
-def run_main(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_main(*arguments: str, seconds: float = 50) -> subprocess.CompletedProcess[str]:
     main = Path(policy.__file__).with_name("main.py")
     command = [sys.executable, main, "--random-model", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50)
+    environment = {**os.environ, "ASCEND_HOME_PATH": str(build())}
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+
+
+def check(done: subprocess.CompletedProcess[str], blocks: int) -> None:
+    """Check that all is identical and free, after P and D were killed."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert re.search(r"^IDENTICAL: \d+ answers", done.stdout, re.MULTILINE)
+    assert done.stdout.count(f"PoolStatistics(free={blocks}, reserved=0, quarantined=0, waiting=0)") == 2
+    assert re.findall(r"^(\w) was started 2 times\.$", done.stdout, re.MULTILINE) == ["P", "D"]
+    assert re.search(r"requests cancelled, [1-9]\d* sent again\.$", done.stdout, re.MULTILINE)
 
 
 def test_too_few_blocks_are_refused() -> None:
@@ -511,5 +711,25 @@ def test_processes() -> None:
     assert done.stderr == ""
     assert re.search(r"^IDENTICAL: \d+ answers", done.stdout, re.MULTILINE)
     assert done.stdout.count("PoolStatistics(free=56, reserved=0, quarantined=0, waiting=0)") == 2
-    # P may have to end a chunk of a request that was cancelled.
-    assert len(re.findall(r"^ +\d+ [ .#+d!]*[|x][ #]*$", done.stdout, re.MULTILINE)) == 20
+    # A chunk or a step that was under way when its request was cancelled still ends.
+    assert len(re.findall(r"^ +\d+ [ .#+d!]*[|x][ #d]*$", done.stdout, re.MULTILINE)) == 20
+
+
+@pytest.mark.parametrize("driver", [["--faults"], ["--driver", "hixl"]], ids=" ".join)
+def test_processes_that_are_killed(driver: list[str]) -> None:
+    done = run_main("--requests", "10", "--kill", *driver)
+    check(done, 56)
+    assert ("THE ACCELERATORS ARE SIMULATED" in done.stdout) == ("hixl" in driver)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("driver", [[], ["--faults"], ["--driver", "hixl"]], ids=" ".join)
+def test_many_requests_to_processes_that_are_killed(driver: list[str]) -> None:
+    many = ["--requests", "200", "--longest", "800", "--blocks", "128", "--seed", "7", "--kill"]
+    done = run_main(*many, *driver, seconds=350)
+    check(done, 128)
+    (cancelled,) = re.findall(r" (\d+) of 200 requests cancelled", done.stdout)
+    (identical,) = re.findall(r"^IDENTICAL: (\d+) answers", done.stdout, re.MULTILINE)
+    assert 0 < int(cancelled) <= 50
+    assert int(identical) == 200 - int(cancelled)

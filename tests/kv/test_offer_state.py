@@ -21,7 +21,7 @@ from hixl_async.errors import (
     TransferTimeoutError,
 )
 from hixl_async.kv.offer_state import OfferState
-from hixl_async.kv.protocol import Outcome, Verdict
+from hixl_async.kv.outcome import Outcome, Verdict
 from hixl_async.kv.states import FINISHED
 
 #: The tokens that are offered of each layer.

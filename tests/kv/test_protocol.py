@@ -13,36 +13,33 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hixl_async.errors import InvalidArgumentError, ProtocolError, TicketError
+from hixl_async.kv.fields import REGION_BYTES, ROWS
+from hixl_async.kv.outcome import Outcome, Verdict
 from hixl_async.kv.protocol import (
-    GENERATION_BITS,
-    GROUPS,
-    LAYER_TOKENS,
-    LEASES,
     PAYLOAD_BYTES,
-    POOL_BLOCKS,
     REASON_CHARACTERS,
-    REGION_BYTES,
-    ROWS,
-    SENDERS,
-    SLICE_BLOCKS,
-    VERSION,
     Decision,
     End,
     Open,
-    Outcome,
     Published,
-    Slice,
-    Ticket,
-    Verdict,
     check_reason,
-    pack_ids,
-    pack_word,
     parse,
-    parse_ids,
     parse_reply,
-    parse_word,
 )
 from hixl_async.kv.shapes import Shard
+from hixl_async.kv.ticket import (
+    GROUPS,
+    LEASES,
+    POOL_BLOCKS,
+    SENDERS,
+    SLICE_BLOCKS,
+    VERSION,
+    Slice,
+    Ticket,
+    pack_ids,
+    parse_ids,
+)
+from hixl_async.kv.words import GENERATION_BITS, LAYER_TOKENS, pack_word, parse_word
 
 from .damage import JSON, damaged
 

@@ -20,7 +20,8 @@ from hixl_async.errors import (
     TicketError,
     TransferTimeoutError,
 )
-from hixl_async.kv.protocol import Decision, End, Outcome, Verdict, parse, parse_reply
+from hixl_async.kv.outcome import Outcome, Verdict
+from hixl_async.kv.protocol import Decision, End, parse, parse_reply
 from hixl_async.kv.states import FINISHED, ConsumerState, Phase, ProducerState
 
 LAYERS = range(3)

@@ -24,7 +24,7 @@ from hixl_async.errors import (
     WaitTimeoutError,
 )
 from hixl_async.kv import Group, Pool, Verdict, View, sender
-from hixl_async.kv.protocol import pack_word
+from hixl_async.kv.words import pack_word
 
 from .conftest import VIEW, Pair, push_all
 

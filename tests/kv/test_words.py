@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hixl_async.errors import BusyError
-from hixl_async.kv.protocol import LAYER_TOKENS, WORD, pack_word
-from hixl_async.kv.words import Landing, WordTable
+from hixl_async.kv.words import LAYER_TOKENS, WORD, Landing, WordTable, pack_word
 
 ROWS = 8
 WORDS = st.tuples(st.integers(0, 3), st.integers(0, LAYER_TOKENS), st.booleans())

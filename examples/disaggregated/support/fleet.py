@@ -37,6 +37,10 @@ class Failed(Exception):
         super().__init__("\n".join(f"{name}: {reason}" for name, reason in reasons.items()))
 
 
+class NotReady(Failed):
+    """Processes that were not ready in time."""
+
+
 class Silent(Exception):
     """A process that was ready and shows no sign of life any more."""
 
@@ -126,6 +130,14 @@ class Fleet:
             raise Failed(silent | failures | self._ended())
         return {name: answer.result() for name, answer in answers.items()}
 
+    async def over(self) -> None:
+        """Wait until a process ends, or gives no sign of life any more."""
+        await asyncio.wait({*self._ends.values(), *self._watches.values()}, return_when=asyncio.FIRST_COMPLETED)
+
+    def killed(self) -> bool:
+        """Return True if all processes were killed by SIGKILL."""
+        return all(process.returncode == -signal.SIGKILL for process in self._processes.values())
+
     def _ended(self) -> dict[str, str]:
         return {name: _describe(end.result()) for name, end in self._ends.items() if end.done()}
 
@@ -161,7 +173,7 @@ class Fleet:
         if self._ended():
             raise Failed(self._ended())
         if not ready.done():
-            raise Failed(dict.fromkeys(self._missing(), f"was not ready after {START * LOOK:.0f} s"))
+            raise NotReady(dict.fromkeys(self._missing(), f"was not ready after {START * LOOK:.0f} s"))
         ready.result()
         self._silence = dict.fromkeys(self._peers, 0)
         self._watches = {name: asyncio.create_task(self._watch(name, peer)) for name, peer in self._peers.items()}
@@ -177,7 +189,8 @@ class Fleet:
     async def _connected(self) -> None:
         async with aclosing(self._engine.accepted()) as peers:
             async for peer in peers:
-                self._peers[peer.name] = peer
+                if peer.name in self._names:  # other fleets may start at the same time
+                    self._peers[peer.name] = peer
                 if self._peers.keys() == set(self._names):
                     return
 

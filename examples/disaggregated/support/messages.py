@@ -35,6 +35,8 @@ class Settings(Record):
     random_model: bool
     bytes_per_second: float | None = None
     """The limit of the process's writes to others; None: no limit."""
+    faults: int | None = None
+    """The seed of faults: some writes are late, some overtake others, a few fail; None: no faults."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import hixl_async as hx
 
+from . import simulation
 from .fleet import Fleet
 from .messages import Settings
 from .model import blocks_needed
@@ -99,7 +100,8 @@ class Story:
         paced: list[Run] = []
         link = f"over driver {self._options.driver}"
         async with hx.Engine("127.0.0.1:0", name="router", drivers=[self._options.driver]) as engine:
-            self._warn_of_simulation(engine)
+            if simulated := simulation.notice(engine, self._options.driver):
+                self._console.result(simulated)
             settings = self._settings(engine.address)
             self._console.progress("three processes start and map the model")
             async with Fleet(engine, settings, "P", "D", "reference", tell=self._console.notice) as fleet:
@@ -114,12 +116,6 @@ class Story:
         self._draw(paced or [longest.together], link)
         self._write_trace([*(pair.together for pair in answers), *paced])
         return self._identical
-
-    def _warn_of_simulation(self, engine: hx.Engine) -> None:
-        facts = engine.driver_facts()[self._options.driver]
-        if "simulated" in facts.get("version", ""):
-            where = f"{facts['library']}, version {facts['version']}"
-            self._console.result(f"THE ACCELERATORS ARE SIMULATED: times mean nothing, bytes do ({where}).")
 
     def _settings(self, address: str) -> Settings:
         longest = max(len(question.tokens) for question in self._questions)

@@ -125,15 +125,20 @@ def start(name: str, program: Callable[[Worker], Awaitable[None]]) -> None:
 
 
 def _drivers(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return the driver, wrapped if its link is to be slow.
+    """Return the driver, wrapped if its link is to be slow or to have faults.
 
     Between two processes of one host, keys and values travel in a fraction of the time that a CPU needs to compute
     them. Between two hosts they would not, and a paced link shows what streaming is then worth. The copies are real,
     but each happens when a wire of that speed would have delivered it.
     """
-    if settings.bytes_per_second is None:
-        return {settings.driver: {}}
-    return faulty(settings.driver, FaultPlan().bandwidth(settings.bytes_per_second, verb="write"))
+    plan = FaultPlan(settings.faults)
+    if settings.bytes_per_second is not None:
+        plan.bandwidth(settings.bytes_per_second, verb="write")
+    if settings.faults is not None:
+        plan.delay(0, 0.003, chance=0.3, verb="write").reorder(chance=0.3, verb="write").fail(
+            chance=0.003, verb="write"
+        )
+    return faulty(settings.driver, plan) if plan.spec()["rules"] else {settings.driver: {}}
 
 
 def _warm_model(settings: Settings) -> Llama:

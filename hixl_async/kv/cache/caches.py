@@ -9,9 +9,9 @@ from ...errors import InvalidArgumentError
 from ...types import Access, AccessLike
 from ..memory import make_regions
 from ..plan import BlockTable
-from ..protocol import WORD
 from ..shapes import View
 from ..target import region_names, words_name
+from ..words import WORD
 from .cache import Cache, store_of
 from .context import ManagerContext
 from .index import KeyIndex

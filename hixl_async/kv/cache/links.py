@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidArgumentError, PeerDownError
 from ...types import PeerState
-from ..protocol import field
+from ..fields import field
 from .context import ManagerContext
 from .messages import Link, Unlink, service
 

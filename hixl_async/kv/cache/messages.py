@@ -21,7 +21,7 @@ from typing import Any
 
 from ...control import printable
 from ...errors import ProtocolError
-from ..protocol import field, parse_shard, shard_body
+from ..fields import field, parse_shard, shard_body
 from ..shapes import Shard
 from .keys import CacheKey, Identifier, Key, key_body, parse_key
 from .place import Place

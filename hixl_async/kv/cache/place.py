@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from ...engine.arguments import whole_number
 from ...errors import InvalidArgumentError, ProtocolError, RangeError
 from ..plan import BlockTable
-from ..protocol import pack_ids, parse_ids
 from ..shapes import View
+from ..ticket import pack_ids, parse_ids
 
 __all__ = ["Place", "check_tokens"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.batch import Batch
 from ...errors import StreamAbortedError
-from ..protocol import WORD
 from ..reshard import Share
+from ..words import WORD
 from .holds import Use
 from .keys import Key
 from .messages import Grant, Pull

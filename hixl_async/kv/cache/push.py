@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.batch import Batch
 from ...errors import AccessError
-from ..protocol import pack_word
 from ..reshard import Share, senders
+from ..words import pack_word
 from .holds import Use
 from .keys import Identifier, Key
 from .messages import Grant, Push

@@ -9,11 +9,12 @@ from weakref import WeakKeyDictionary
 from ...core.memory import RemoteSlice
 from ...errors import ProtocolError
 from ..description import parse_views
+from ..fields import field
 from ..pins import pins_name
 from ..placed import Placed
-from ..protocol import WORD, field
 from ..shapes import View
 from ..target import region_names, words_name
+from ..words import WORD
 from .messages import Describe, service
 
 if TYPE_CHECKING:

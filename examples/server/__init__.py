@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over two processes; see main.py."""
