@@ -47,7 +47,7 @@ BUILT := $(VENV)/built$(if $(HIXL_ASYNC_DEBUG),-debug$(HIXL_ASYNC_DEBUG))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test test-fast page conformance test-slow bench peers lint format asan tsan wheel wheels build docs optional clean
+.PHONY: help demo serve test test-fast test-server conformance test-slow bench peers lint format asan tsan wheel wheels build docs optional clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
@@ -66,16 +66,16 @@ demo: $(BUILT) $(VENV)/extra-demo $(VENV)/model  ## a real model: prefill here, 
 serve: $(BUILT) $(VENV)/extra-server $(if $(findstring --random-model,$(ARGS)),,$(VENV)/model)  ## an OpenAI-compatible server: prefill here, decode there; ARGS="--port 8000 --random-model"
 	$(PY) examples/server/main.py $(ARGS)
 
-test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones, on asyncio and uvloop; ARGS="-k region"
+test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones and the server's, on asyncio and uvloop; ARGS="-k region"
 	@$(PY) tests/hixlsim/build.py >/dev/null  # the simulated HIXL
-	$(PYTEST) $(PARALLEL) -m "not slow and not wheel" $(ARGS)
+	$(PYTEST) $(PARALLEL) --ignore=tests/examples/test_server.py -m "not slow and not wheel" $(ARGS)
 
 test-fast: $(BUILT) $(VENV)/extra-test  ## the short ones in 90 s: one event loop, no processes or accelerators, no long property runs
 	@$(PY) tests/hixlsim/build.py >/dev/null
 	$(PYTEST) $(PARALLEL) $(LONG) -m "not slow and not wheel and not serial" -k "not uvloop and not runTest" $(ARGS)
 
-page: $(BUILT) $(VENV)/extra-test $(VENV)/extra-server $(VENV)/extra-server-test  ## the server's page, in a browser if there is one
-	$(PYTEST) tests/examples/page_in_browser.py $(ARGS)
+test-server: $(BUILT) $(VENV)/extra-test $(VENV)/extra-server $(VENV)/extra-server-test  ## the server's tests, its page's in a browser if there is one
+	$(PYTEST) tests/examples/test_server.py tests/examples/page_in_browser.py $(ARGS)
 
 conformance: $(BUILT) $(VENV)/extra-test  ## the drivers' suite on hixl, over each simulated back-end (make test runs it on shm)
 	for backend in comm cs fab; do \

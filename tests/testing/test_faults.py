@@ -329,6 +329,18 @@ async def test_stall(world: World, after: float) -> None:
     assert world.landed[:1001] == bytes([9]) * 1000 + bytes(1)
 
 
+@pytest.mark.parametrize("also", ["hold", "late"])
+async def test_one_release_is_enough(world: World, also: str) -> None:
+    """An operation that is held whole, and would stall in the middle as well."""
+    getattr(world.plan.stall(0.5, nth=1), also)(nth=1)
+    transfer = world.write()
+    assert world.landed[:5] == bytes(5)
+    world.plan.release()
+    assert await transfer == 5
+    assert world.landed[:5] == b"hello"
+    await transfer.drained()
+
+
 async def test_stall_of_a_batch_and_cancel(world: World) -> None:
     from hixl_async import Batch
 

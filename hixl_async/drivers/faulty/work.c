@@ -281,8 +281,11 @@ static void due(faulty_operation *operation) {
     pthread_mutex_lock(&self->lock);
 }
 
+/* For good: an operation that is held whole and stalls, too, needs no second release. */
 static void released(faulty_operation *operation) {
     faulty_operation_unwait(operation);
+    for (uint32_t i = operation->step + 1; i < operation->step_count; i++)
+        if (operation->steps[i].wait == FAULTY_HELD) operation->steps[i].wait = FAULTY_OPEN;
     if (operation->step == 0 && operation->end > faulty_now()) {
         faulty_timer_set(&operation->self->timer, &operation->alarm, operation->end);
     } else {
