@@ -381,6 +381,8 @@ class Producer:
             patience.cancel()
             if self.state.outcome is None:
                 await self._decided()
+        except HixlError:
+            pass  # the engine has ended, and leaks the memory that a driver still holds
         finally:
             patience.cancel()
             if self.state.outcome is None:  # the pool no longer waits

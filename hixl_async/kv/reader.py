@@ -354,6 +354,8 @@ class Reader(Arrivals):
                 with suppress(HixlError):
                     end = End(ticket.id, link.name, finished, reason)
                     await peer.request(service(ticket.pool), end.body(), timeout=ticket.lease / 1000)
+        except HixlError:
+            pass  # the engine has ended, and leaks the memory that a driver still holds
         finally:
             if link.asked:
                 peer.end_heartbeats(ticket.lease / 1000 / BEATS)
