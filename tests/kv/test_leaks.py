@@ -38,7 +38,7 @@ PROGRAM = """
                 offer = other.offer()
                 stream = mine.pull(pair.peer, offer.ticket())
                 offer.publish(0)
-            await until(lambda: pair.left.stats().pinned)
+            await until(lambda: plan.holding)
             await pair.left.aclose()
             await mine.aclose()
             await other.aclose()
