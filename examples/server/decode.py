@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from scheduler.compute import Compute
+from scheduler.loss import cause
 from scheduler.model import BatchedLlama
 from scheduler.policy import LEASE, TTL, Decode
 from scheduler.records import Request
@@ -63,7 +64,7 @@ class Sequences:
             task.result()
             return {"tokens": [sample.token for sample in request.answer]}
         except ExceptionGroup as group:
-            raise _cause(group) from group
+            raise cause(group) from group
         finally:
             task.cancel()
             del self._running[ask.number]
@@ -88,14 +89,6 @@ class Sequences:
 
 async def _ignore(_blocks: hx.kv.Blocks) -> None:
     """Ignore the blocks of an answer that is whole."""
-
-
-def _cause(group: ExceptionGroup[Exception]) -> Exception:
-    """Return the error that explains the others: that P is lost, if it is."""
-    error: Exception = group.subgroup((hx.PeerDownError, hx.PeerLostError)) or group
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

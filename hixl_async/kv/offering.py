@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..engine.arguments import whole_number
 from ..engine.waiters import Waiters
-from ..errors import HixlError, InvalidArgumentError, PeerDownError, RequestTimeoutError, TicketError
+from ..errors import HixlError, PeerDownError, RequestTimeoutError, TicketError
 from ..types import Ready
 from .consumer import Times
 from .context import PoolContext
@@ -22,7 +22,7 @@ from .offer_state import OfferState
 from .outcome import Outcome, Verdict
 from .pins import Pins
 from .positions import check_positions
-from .protocol import PAYLOAD_BYTES, Decision, End, Open, Published, service
+from .protocol import Decision, End, Open, Published, payload_bytes, service
 from .ready import predicate
 from .states import FINISHED
 from .ticket import Ticket
@@ -145,11 +145,7 @@ class Offering:
     def finish(self, payload: bytes) -> None:
         """Let the offer end once all readers have read all; see `Offer.finish`."""
         self.context.check_thread()
-        if not isinstance(payload, bytes | bytearray | memoryview) or len(payload := bytes(payload)) > PAYLOAD_BYTES:
-            raise InvalidArgumentError(
-                f"payload must be at most {PAYLOAD_BYTES} bytes; write larger data into a region, and send its place"
-            )
-        self.state.finish(payload)
+        self.state.finish(payload_bytes(payload))
         self._tell_all()
         self._settle()
 

@@ -31,7 +31,7 @@ from .lease import BEATS, Lease
 from .loan import Loan
 from .outcome import Outcome, Verdict
 from .positions import check_positions
-from .protocol import PAYLOAD_BYTES, Decision, End, Open, parse_reply, service
+from .protocol import Decision, End, Open, parse_reply, payload_bytes, service
 from .ready import predicate
 from .sender import Aim, Push, Sender
 from .shapes import Shard
@@ -168,10 +168,7 @@ class Producer:
     def finish(self, payload: bytes) -> None:
         """Have the stream end once all is there; see `PushStream.finish`."""
         self.context.check_thread()
-        if not isinstance(payload, bytes | bytearray | memoryview) or len(payload := bytes(payload)) > PAYLOAD_BYTES:
-            raise InvalidArgumentError(
-                f"payload must be at most {PAYLOAD_BYTES} bytes; write larger data into a region, and send its place"
-            )
+        payload = payload_bytes(payload)
         if self.state.payload is not None:
             raise ClosedError("the stream was finished before")
         self._change(self.state.finish, payload)

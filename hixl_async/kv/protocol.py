@@ -51,6 +51,7 @@ __all__ = [
     "check_reason",
     "parse",
     "parse_reply",
+    "payload_bytes",
     "service",
 ]
 
@@ -72,6 +73,18 @@ def check_reason(reason: object) -> None:
     """
     if not isinstance(reason, str):
         raise InvalidArgumentError(f"reason must be a string, not {reason!r}")
+
+
+def payload_bytes(payload: object) -> bytes:
+    """Return a payload as it can be sent with an end.
+
+    :raises InvalidArgumentError: if it is not made of bytes, or too long.
+    """
+    if isinstance(payload, bytes | bytearray | memoryview) and len(found := bytes(payload)) <= PAYLOAD_BYTES:
+        return found
+    raise InvalidArgumentError(
+        f"payload must be at most {PAYLOAD_BYTES} bytes; write larger data into a region, and send its place"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from .protocol import Published
 from .reshard import Share
 from .target import Target
 from .ticket import Slice
+from .window import has_room
 from .words import WORD
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from ..core.transfer import Transfer
 
 __all__ = ["Chunk", "Claim", "Reading"]
-
-#: The most bytes in flight, beyond two layers: as for pushes.
-WINDOW = 8 << 20
 
 
 class Claim(NamedTuple):
@@ -146,7 +144,7 @@ class Reading:
                 flying = self._in_flight
                 if any(other.layer == chunk.layer for other in flying):
                     return  # the tokens of a layer land in order; the next landing calls this again
-                if len(flying) >= 2 and sum(flying.values()) + plan.nbytes > WINDOW:
+                if not has_room(flying.values(), plan.nbytes):
                     return
                 self._queue.popleft()
                 self._start(chunk, plan)

@@ -18,16 +18,13 @@ from .reshard import Share
 from .states import ProducerState
 from .target import Target
 from .ticket import Slice
+from .window import has_room
 from .words import WORD, pack_word
 
 if TYPE_CHECKING:
     from ..core.transfer import Transfer
 
 __all__ = ["Aim", "Push", "Sender"]
-
-#: The most bytes of layers in flight, beyond two layers.  Layers in flight share the link, so that a layer lands no later if it
-#: waits for its turn; it suffices to keep the link busy.
-WINDOW = 8 << 20
 
 
 class Push(NamedTuple):
@@ -201,7 +198,7 @@ class Sender:
             return True
         if push.layer in self._in_flight:
             return False
-        return len(self._in_flight) < 2 or sum(self._in_flight.values()) + plan.nbytes <= WINDOW
+        return has_room(self._in_flight.values(), plan.nbytes)
 
     def _plan_of(self, push: Push, aim: Aim) -> Plan:
         """Return the plan of a push: made once for all layers of the same blocks and tokens."""

@@ -23,7 +23,7 @@ from hixl_async.errors import (
     TransferTimeoutError,
     WaitTimeoutError,
 )
-from hixl_async.kv import Group, Pool, Verdict, View, sender
+from hixl_async.kv import Group, Pool, Verdict, View, window
 from hixl_async.kv.words import pack_word
 
 from .conftest import VIEW, Pair, push_all
@@ -689,7 +689,7 @@ class DeviceEvent:
 
 async def test_layers_do_not_share_the_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once would land together, at the end; so only as many are in flight as keep the link busy."""
-    monkeypatch.setattr(sender, "WINDOW", 0)
+    monkeypatch.setattr(window, "WINDOW", 0)
     pair.p.hold = True
     async with pair.target.reserve(tokens=11) as blocks, pair.source.reserve(tokens=11) as source:
         stream = blocks.stream()
