@@ -17,8 +17,7 @@ ARGS ?=
 WORKERS ?= 3
 PYTEST := $(PY) -m pytest -p tests.skips
 PARALLEL = -p tests.schedule --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
-# Suites that mostly start other processes, simulate accelerators, or run properties for long; test-fast leaves them out, and
-# state machines (runTest).
+# Suites that mostly start other processes, simulate accelerators, or run properties for long; test-fast leaves them out.
 LONG := $(addprefix --ignore=tests/,adversity benchmarks cli examples hixlsim packaging property servers testing/test_strategies.py) \
 	--ignore-glob='*processes.py' --ignore-glob='*test_process.py' --ignore-glob='*programs.py' --ignore-glob='*test_fork.py' \
 	--ignore-glob='*signals.py' --ignore-glob='*/drivers/test_hixl_*.py'
@@ -72,7 +71,7 @@ test: $(BUILT) $(VENV)/extra-test  ## all tests but the slow ones and the server
 
 test-fast: $(BUILT) $(VENV)/extra-test  ## the short ones in 90 s: one event loop, no processes or accelerators, no long property runs
 	@$(PY) tests/hixlsim/build.py >/dev/null
-	$(PYTEST) $(PARALLEL) $(LONG) -m "not slow and not wheel and not serial" -k "not uvloop and not runTest" $(ARGS)
+	$(PYTEST) $(PARALLEL) $(LONG) -m "not slow and not wheel and not serial" -k "not uvloop" $(ARGS)
 
 test-server: $(BUILT) $(VENV)/extra-test $(VENV)/extra-server $(VENV)/extra-server-test  ## the server's tests, its page's in a browser if there is one
 	$(PYTEST) tests/examples/test_server.py tests/examples/page_in_browser.py $(ARGS)

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hixl_async.kv.allocator import Allocator, Request
+from tests.machine import Choices, Machine, event, programs
 
 BLOCKS = 8
-COUNTS = st.integers(1, BLOCKS)
-PRIORITIES = st.integers(-1, 1)
 
 
-class Allocation(RuleBasedStateMachine):
+class Allocation(Machine):
     """Random requests, withdrawals, shares, quarantines and returns: two bags of references, and a queue."""
 
-    @initialize(order=st.none() | st.permutations(range(BLOCKS)))
-    def begin(self, order: list[int] | None) -> None:
+    def begin(self, choose: Choices) -> None:
+        order = choose.shuffled(range(BLOCKS)) if choose.flag() else None
         self.allocator = Allocator(BLOCKS, order)
         self.order = order or list(range(BLOCKS))
         #: The requests that wait, with their priorities, in the order in which they came.
@@ -49,14 +45,16 @@ class Allocation(RuleBasedStateMachine):
         assert woken == due
         self.queue = [entry for entry in self.queue if entry[1] not in due]
 
-    def some(self, data: st.DataObject, references: Counter[int]) -> list[int]:
-        """Draw some references, of a block perhaps several."""
-        return data.draw(st.permutations(list(references.elements())).flatmap(_beginnings))
+    def some(self, choose: Choices, references: Counter[int]) -> list[int]:
+        """Choose some references, of a block perhaps several."""
+        count = choose.between(1, references.total())
+        return choose.shuffled(list(references.elements()))[:count]
 
     # ---- requests ----
 
-    @rule(count=COUNTS, priority=PRIORITIES)
-    def request(self, count: int, priority: int) -> None:
+    @event()
+    def request(self, choose: Choices) -> None:
+        count, priority = choose.between(1, BLOCKS), choose.between(-1, 1)
         goes_first = all(other < priority for other, _ in self.queue)
         fits = count <= len(self.free)
         request = self.allocator.request(count, priority)
@@ -66,8 +64,9 @@ class Allocation(RuleBasedStateMachine):
             assert request.ids == ()
             self.queue.append((priority, request))
 
-    @rule(count=COUNTS, priority=PRIORITIES)
-    def request_now(self, count: int, priority: int) -> None:
+    @event()
+    def request_now(self, choose: Choices) -> None:
+        count, priority = choose.between(1, BLOCKS), choose.between(-1, 1)
         goes_first = all(other < priority for other, _ in self.queue)
         fits = count <= len(self.free)
         request = self.allocator.request_now(count, priority)
@@ -75,18 +74,16 @@ class Allocation(RuleBasedStateMachine):
         if request is not None:
             self.lend(request)
 
-    @precondition(lambda self: self.queue)
-    @rule(data=st.data())
-    def withdraw_one_that_waits(self, data: st.DataObject) -> None:
-        entry = data.draw(st.sampled_from(self.queue))
+    @event(lambda self: self.queue)
+    def withdraw_one_that_waits(self, choose: Choices) -> None:
+        entry = choose.one_of(self.queue)
         self.queue.remove(entry)
         self.wake(self.allocator.withdraw(entry[1]))
         assert entry[1].ids == ()
 
-    @precondition(lambda self: self.granted)
-    @rule(data=st.data())
-    def withdraw_one_that_was_granted(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.granted))
+    @event(lambda self: self.granted)
+    def withdraw_one_that_was_granted(self, choose: Choices) -> None:
+        request = choose.one_of(self.granted)
         self.forget(request.ids)
         self.open -= Counter(request.ids)
         woken = self.allocator.withdraw(request)
@@ -100,43 +97,42 @@ class Allocation(RuleBasedStateMachine):
 
     # ---- references ----
 
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        ids = data.draw(st.lists(st.sampled_from(sorted(self.open)), max_size=BLOCKS))
+    @event(lambda self: self.open)
+    def share(self, choose: Choices) -> None:
+        ids = [choose.one_of(sorted(self.open)) for _ in range(choose.between(0, BLOCKS))]
         self.allocator.share(ids)
         self.open.update(ids)
         assert self.allocator.shared(sorted(self.open)) == [
             block for block in sorted(self.open) if self.open[block] > 1
         ]
 
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        ids = self.some(data, self.open)
+    @event(lambda self: self.open)
+    def release(self, choose: Choices) -> None:
+        ids = self.some(choose, self.open)
         self.forget(ids)
         self.open -= Counter(ids)
         self.wake(self.allocator.release(ids))
 
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def quarantine(self, data: st.DataObject) -> None:
-        ids = self.some(data, self.open)
+    @event(lambda self: self.open)
+    def quarantine(self, choose: Choices) -> None:
+        ids = self.some(choose, self.open)
         self.forget(ids)
         self.open -= Counter(ids)
         self.held.update(ids)
         self.allocator.quarantine(ids)
 
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release_held(self, data: st.DataObject) -> None:
-        ids = self.some(data, self.held)
+    @event(lambda self: self.held)
+    def release_held(self, choose: Choices) -> None:
+        ids = self.some(choose, self.held)
         self.held -= Counter(ids)
         self.wake(self.allocator.release_held(ids))
 
     # ---- what always holds ----
 
-    @invariant()
+    def check(self) -> None:
+        self.the_counts_are_those_of_the_references()
+        self.no_request_waits_in_vain()
+
     def the_counts_are_those_of_the_references(self) -> None:
         quarantined = [block for block in self.held if not self.open[block]]
         assert (self.allocator.reserved, self.allocator.quarantined) == (len(+self.open), len(quarantined))
@@ -144,16 +140,13 @@ class Allocation(RuleBasedStateMachine):
         assert self.allocator.free + self.allocator.reserved + self.allocator.quarantined == BLOCKS
         assert self.allocator.waiting == len(self.queue)
 
-    @invariant()
     def no_request_waits_in_vain(self) -> None:
         if self.queue:
             _, first = max(self.queue, key=lambda entry: entry[0])  # of equal ones the first
             assert first.count > self.allocator.free
 
-    def teardown(self) -> None:
+    def end(self) -> None:
         """Everything that is given back can be lent again."""
-        if not hasattr(self, "allocator"):
-            return
         while self.queue:
             self.wake(self.allocator.withdraw(self.queue.pop()[1]))
         assert self.allocator.release(list(self.open.elements())) == []
@@ -161,12 +154,7 @@ class Allocation(RuleBasedStateMachine):
         assert self.allocator.request(BLOCKS).ids == tuple(self.order)
 
 
-def _beginnings(items: list[int]) -> st.SearchStrategy[list[int]]:
-    return st.integers(1, len(items)).map(lambda length: items[:length])
-
-
-TestAllocation = Allocation.TestCase
-TestAllocation.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+test_allocation = programs(Allocation, 200, steps=40)
 
 
 def test_a_small_request_does_not_overtake() -> None:

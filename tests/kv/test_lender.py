@@ -10,18 +10,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hixl_async.errors import BusyError, ClosedError
 from hixl_async.kv.context import PoolContext
 from hixl_async.kv.lender import Lender
 from hixl_async.kv.loan import Loan
+from tests.machine import Choices, Machine, event, programs
 
 BLOCKS = 8
-COUNTS = st.integers(1, BLOCKS)
-PRIORITIES = st.integers(-1, 1)
 
 
 class Promise:
@@ -92,12 +88,11 @@ class Wait:
         return self.promise.done()
 
 
-class Lending(RuleBasedStateMachine):
+class Lending(Machine):
     """Random waits, cancellations, loans, shares, holds and streams, against bags of references."""
 
-    @initialize(order=st.none() | st.permutations(range(BLOCKS)))
-    def begin(self, order: list[int] | None) -> None:
-        self.lender = lender(order)
+    def begin(self, choose: Choices) -> None:
+        self.lender = lender(choose.shuffled(range(BLOCKS)) if choose.flag() else None)
         self.waits: list[Wait] = []  # in the order in which they came
         self.taken: list[tuple[int, ...]] = []  # without a loan so far
         self.loans: list[Loan] = []  # that are lent, or held
@@ -145,8 +140,9 @@ class Lending(RuleBasedStateMachine):
 
     # ---- reservations ----
 
-    @rule(count=COUNTS, priority=PRIORITIES)
-    def take(self, count: int, priority: int) -> None:
+    @event()
+    def take(self, choose: Choices) -> None:
+        count, priority = choose.between(1, BLOCKS), choose.between(-1, 1)
         at_once = self.goes_first(priority) and count <= self.free
         wait = Wait(self.lender.take(count, priority), count, priority)
         ids = wait.step(lambda: wait.work.send(None))
@@ -156,69 +152,63 @@ class Lending(RuleBasedStateMachine):
         else:
             self.take_in(ids, count)
 
-    @rule(count=COUNTS, priority=PRIORITIES)
-    def take_now(self, count: int, priority: int) -> None:
+    @event()
+    def take_now(self, choose: Choices) -> None:
+        count, priority = choose.between(1, BLOCKS), choose.between(-1, 1)
         if self.goes_first(priority) and count <= self.free:
             self.take_in(self.lender.take_now(count, priority), count)
         else:
             with pytest.raises(BusyError, match=f"cannot lend {count} blocks now: {self.free} are free"):
                 self.lender.take_now(count, priority)
 
-    @precondition(lambda self: any(wait.due for wait in self.waits))
-    @rule(data=st.data())
-    def resume(self, data: st.DataObject) -> None:
-        wait = data.draw(st.sampled_from([wait for wait in self.waits if wait.due]))
+    @event(lambda self: any(wait.due for wait in self.waits))
+    def resume(self, choose: Choices) -> None:
+        wait = choose.one_of([wait for wait in self.waits if wait.due])
         self.waits.remove(wait)
         self.take_in(wait.resume(), wait.count)
 
-    @precondition(lambda self: self.waits)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
+    @event(lambda self: self.waits)
+    def cancel(self, choose: Choices) -> None:
         """Also a task whose blocks are there, but that has not gone on yet."""
-        wait = data.draw(st.sampled_from(self.waits))
+        wait = choose.one_of(self.waits)
         self.waits.remove(wait)
         with pytest.raises(asyncio.CancelledError):
             wait.step(lambda: wait.work.throw(asyncio.CancelledError()))
 
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data())
-    def give(self, data: st.DataObject) -> None:
-        ids = data.draw(st.sampled_from(self.taken))
+    @event(lambda self: self.taken)
+    def give(self, choose: Choices) -> None:
+        ids = choose.one_of(self.taken)
         self.taken.remove(ids)
         self.lender.give(ids)
 
     # ---- loans ----
 
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data())
-    def loan(self, data: st.DataObject) -> None:
-        ids = data.draw(st.sampled_from(self.taken))
+    @event(lambda self: self.taken)
+    def loan(self, choose: Choices) -> None:
+        ids = choose.one_of(self.taken)
         self.taken.remove(ids)
         loan = self.lender.loan(ids, 0, 4)
         assert (loan.ids, loan.group, loan.start, loan.closed) == (ids, 0, 4, False)
         self.loans.append(loan)
 
-    @precondition(lambda self: self.lent)
-    @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        loan = data.draw(st.sampled_from(self.lent))
-        ids = loan.ids[data.draw(st.integers(0, len(loan.ids) - 1)) :]
+    @event(lambda self: self.lent)
+    def share(self, choose: Choices) -> None:
+        loan = choose.one_of(self.lent)
+        ids = loan.ids[choose.between(0, len(loan.ids) - 1) :]
         if set(ids) & self.blocks_written:
             with pytest.raises(BusyError, match="being written by a stream; they can be shared when"):
                 self.lender.share(ids, 0, 0)
         else:
             self.loans.append(self.lender.share(ids, 0, 0))
 
-    @precondition(lambda self: self.lent)
-    @rule(data=st.data())
-    def trim(self, data: st.DataObject) -> None:
-        loan = data.draw(st.sampled_from(self.lent))
-        self.replace(loan, loan.ids[: data.draw(st.integers(1, len(loan.ids)))])
+    @event(lambda self: self.lent)
+    def trim(self, choose: Choices) -> None:
+        loan = choose.one_of(self.lent)
+        self.replace(loan, loan.ids[: choose.between(1, len(loan.ids))])
 
-    @precondition(lambda self: self.lent and self.taken)
-    @rule(data=st.data())
-    def extend(self, data: st.DataObject) -> None:
-        loan, ids = data.draw(st.sampled_from(self.lent)), data.draw(st.sampled_from(self.taken))
+    @event(lambda self: self.lent and self.taken)
+    def extend(self, choose: Choices) -> None:
+        loan, ids = choose.one_of(self.lent), choose.one_of(self.taken)
         self.taken.remove(ids)
         self.replace(loan, loan.ids + ids)
 
@@ -229,10 +219,9 @@ class Lending(RuleBasedStateMachine):
         self.loans.append(other)
         self.forget_closed()
 
-    @precondition(lambda self: self.loans)
-    @rule(data=st.data())
-    def hold(self, data: st.DataObject) -> None:
-        loan = data.draw(st.sampled_from(self.loans))
+    @event(lambda self: self.loans)
+    def hold(self, choose: Choices) -> None:
+        loan = choose.one_of(self.loans)
         if loan.closed:
             with pytest.raises(ClosedError, match="given back"):
                 loan.hold()
@@ -240,18 +229,16 @@ class Lending(RuleBasedStateMachine):
             loan.hold()
             self.read.append(loan)
 
-    @precondition(lambda self: self.read)
-    @rule(data=st.data())
-    def unhold(self, data: st.DataObject) -> None:
-        loan = data.draw(st.sampled_from(self.read))
+    @event(lambda self: self.read)
+    def unhold(self, choose: Choices) -> None:
+        loan = choose.one_of(self.read)
         self.read.remove(loan)
         loan.unhold()
         self.forget_closed()
 
-    @precondition(lambda self: self.loans)
-    @rule(data=st.data())
-    def close(self, data: st.DataObject) -> None:
-        loan = data.draw(st.sampled_from(self.loans))
+    @event(lambda self: self.loans)
+    def close(self, choose: Choices) -> None:
+        loan = choose.one_of(self.loans)
         loan.close()
         self.forget_closed()
 
@@ -261,11 +248,10 @@ class Lending(RuleBasedStateMachine):
 
     # ---- streams ----
 
-    @precondition(lambda self: self.lent)
-    @rule(data=st.data())
-    def begin_writing(self, data: st.DataObject) -> None:
+    @event(lambda self: self.lent)
+    def begin_writing(self, choose: Choices) -> None:
         """As a stream does, which holds the blocks until no peer can write them."""
-        loan = data.draw(st.sampled_from(self.lent))
+        loan = choose.one_of(self.lent)
         if set(loan.ids) & self.blocks_written:
             with pytest.raises(BusyError, match="being written by a stream; they can be granted again when"):
                 self.lender.begin_writing(loan.ids)
@@ -277,10 +263,9 @@ class Lending(RuleBasedStateMachine):
             self.written.append(loan)
             loan.hold()
 
-    @precondition(lambda self: self.written)
-    @rule(data=st.data())
-    def end_writing(self, data: st.DataObject) -> None:
-        loan = data.draw(st.sampled_from(self.written))
+    @event(lambda self: self.written)
+    def end_writing(self, choose: Choices) -> None:
+        loan = choose.one_of(self.written)
         self.written.remove(loan)
         self.lender.end_writing(loan.ids)
         loan.unhold()
@@ -288,23 +273,23 @@ class Lending(RuleBasedStateMachine):
 
     # ---- what always holds ----
 
-    @invariant()
+    def check(self) -> None:
+        self.the_statistics_are_those_of_the_references()
+        self.no_request_waits_in_vain()
+
     def the_statistics_are_those_of_the_references(self) -> None:
         free, reserved, quarantined, waiting = self.lender.statistics()
         assert free + reserved + quarantined == BLOCKS
         assert (free, quarantined) == (self.free, len(self.held - set(self.open)))
         assert waiting == sum(not wait.due for wait in self.waits)
 
-    @invariant()
     def no_request_waits_in_vain(self) -> None:
         waiting = [wait for wait in self.waits if not wait.due]
         if waiting:
             assert max(waiting, key=lambda wait: wait.priority).count > self.free
 
-    def teardown(self) -> None:
+    def end(self) -> None:
         """Close the pool: the waits end, everything comes back, and what ends later changes nothing."""
-        if not hasattr(self, "lender"):
-            return
         cast(Any, self.lender)._context.closed = True
         self.lender.refuse()
         for wait in self.waits:
@@ -321,8 +306,7 @@ class Lending(RuleBasedStateMachine):
         assert self.lender.statistics() == (BLOCKS, 0, 0, 0)
 
 
-TestLending = Lending.TestCase
-TestLending.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+test_lending = programs(Lending, 200, steps=40)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,6 @@ from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hixl_async.errors import (
     ClosedError,
@@ -23,6 +20,7 @@ from hixl_async.errors import (
 from hixl_async.kv.offer_state import OfferState
 from hixl_async.kv.outcome import Outcome, Verdict
 from hixl_async.kv.states import FINISHED
+from tests.machine import Choices, Machine, event, programs
 
 #: The tokens that are offered of each layer.
 TOKENS = {0: (4, 8), 3: (4, 8), 5: (0, 2)}
@@ -30,16 +28,14 @@ ABORTED = Outcome(Verdict.ABORTED, "enough")
 LOST = Outcome(Verdict.LOST, "gone")
 TIMEOUT = Outcome(Verdict.TIMEOUT, "too late")
 #: How the part of a reader ends; mostly well, so that offers get anywhere.
-ENDS = st.sampled_from([FINISHED, FINISHED, FINISHED, FINISHED, ABORTED, LOST, TIMEOUT])
-#: Of what ends an offer.
-SELDOM = st.sampled_from([False, False, False, False, True])
+ENDS = [FINISHED, FINISHED, FINISHED, FINISHED, ABORTED, LOST, TIMEOUT]
 
 
-class Interleavings(RuleBasedStateMachine):
+class Interleavings(Machine):
     """An offer as `Offering` drives it, and what its program and its readers know."""
 
-    @initialize(readers=st.integers(1, 3))
-    def begin(self, readers: int) -> None:
+    def begin(self, choose: Choices) -> None:
+        readers = choose.between(1, 3)
         self.state = OfferState(TOKENS, readers)
         self.readers = readers
         self.next = {layer: first for layer, (first, _) in TOKENS.items()}
@@ -51,12 +47,12 @@ class Interleavings(RuleBasedStateMachine):
 
     # ---- the program ----
 
-    @precondition(lambda self: self.missing())
-    @rule(data=st.data(), rest=st.booleans(), last=SELDOM)
-    def announce(self, data: st.DataObject, rest: bool, last: bool) -> None:
-        layer = data.draw(st.sampled_from(self.missing()))
+    @event(lambda self: self.missing())
+    def announce(self, choose: Choices) -> None:
+        layer = choose.one_of(self.missing())
         first, end = self.next[layer], TOKENS[layer][1]
-        after = end if rest else data.draw(st.integers(first + 1, end))
+        rest, last = choose.flag(), choose.seldom()
+        after = end if rest else choose.between(first + 1, end)
         if self.state.outcome is not None:
             with pytest.raises(HixlError):
                 self.state.check_going_on()
@@ -66,16 +62,16 @@ class Interleavings(RuleBasedStateMachine):
         self.next[layer] = end if announced[1] else after
         self.queue.append((layer, *announced))
 
-    @precondition(lambda self: self.queue)
-    @rule()
-    def become_ready(self) -> None:
+    @event(lambda self: self.queue)
+    def become_ready(self, choose: Choices) -> None:
         layer, after, complete = self.queue.popleft()
         if self.state.outcome is None:  # else the queue was dropped
             self.state.publish(layer, after, complete)
             assert self.state.published[layer] == (after, complete)
 
-    @rule(payload=st.binary(max_size=3))
-    def finish(self, payload: bytes) -> None:
+    @event()
+    def finish(self, choose: Choices) -> None:
+        payload = bytes(choose.below(4))
         finished, ended = self.state.payload is not None, self.state.outcome is not None
         try:
             self.state.finish(payload)
@@ -87,9 +83,10 @@ class Interleavings(RuleBasedStateMachine):
             assert not self.missing()
             assert self.state.payload == payload
 
-    @rule(seldom=SELDOM, outcome=st.sampled_from([ABORTED, TIMEOUT]))
-    def stop(self, seldom: bool, outcome: Outcome) -> None:
-        if seldom:
+    @event()
+    def stop(self, choose: Choices) -> None:
+        outcome = choose.one_of([ABORTED, TIMEOUT])
+        if choose.seldom():
             ended = self.state.outcome is not None
             assert self.state.stop(outcome) is not ended
             if not ended:
@@ -99,8 +96,8 @@ class Interleavings(RuleBasedStateMachine):
 
     # ---- the readers ----
 
-    @rule()
-    def open(self) -> None:
+    @event()
+    def open(self, choose: Choices) -> None:
         usable = self.state.outcome is None and self.state.awaited > 0
         try:
             self.state.open()
@@ -111,21 +108,29 @@ class Interleavings(RuleBasedStateMachine):
             assert self.releases == 0
             self.reading += 1
 
-    @precondition(lambda self: self.reading)
-    @rule(outcome=ENDS)
-    def end(self, outcome: Outcome) -> None:
+    @event(lambda self: self.reading)
+    def reader_ends(self, choose: Choices) -> None:
+        self.end_reading(choose.one_of(ENDS))
+
+    def end_reading(self, outcome: Outcome) -> None:
         self.reading -= 1
         self.ends.append(outcome)
         self.state.end(outcome)
 
-    @rule(seldom=SELDOM)
-    def expire(self, seldom: bool) -> None:
-        if seldom:
+    @event()
+    def expire(self, choose: Choices) -> None:
+        if choose.seldom():
             self.state.expire(TIMEOUT)
             with pytest.raises(TicketError):
                 self.state.open()
 
     # ---- what holds ----
+
+    def check(self) -> None:
+        self.o1_one_outcome()
+        self.o2_finished_is_all()
+        self.o3_released_once()
+        self.the_numbers_agree()
 
     def missing(self) -> list[int]:
         return [layer for layer, (_, end) in TOKENS.items() if self.next[layer] < end]
@@ -134,13 +139,11 @@ class Interleavings(RuleBasedStateMachine):
     def opened(self) -> int:
         return self.reading + len(self.ends)
 
-    @invariant()
     def o1_one_outcome(self) -> None:
         if self.past is not None:
             assert self.state.outcome == self.past
         self.past = self.state.outcome
 
-    @invariant()
     def o2_finished_is_all(self) -> None:
         all_read = self.ends == [FINISHED] * self.readers
         if self.state.outcome == FINISHED:
@@ -151,14 +154,12 @@ class Interleavings(RuleBasedStateMachine):
         elif self.state.outcome is None:
             assert not (all_read and self.state.complete), "nothing is awaited"
 
-    @invariant()
     def o3_released_once(self) -> None:
         released = self.state.outcome is not None and not self.reading
         assert self.state.released is released
         assert released or not self.releases, "the blocks were released before"
         self.releases |= released
 
-    @invariant()
     def the_numbers_agree(self) -> None:
         state = self.state
         assert (state.opened, state.ended) == (self.opened, len(self.ends))
@@ -169,18 +170,15 @@ class Interleavings(RuleBasedStateMachine):
         if failures:
             assert state.setback in {failures[0], TIMEOUT}
 
-    def teardown(self) -> None:
+    def end(self) -> None:
         """Whatever happened, the offer ends once its program and its readers do."""
-        if not hasattr(self, "state"):
-            return
         self.state.stop(ABORTED)
         while self.reading:
-            self.end(FINISHED)
+            self.end_reading(FINISHED)
         assert self.state.released
 
 
-class TestInterleavings(Interleavings.TestCase):  # type: ignore[misc]
-    settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+test_interleavings = programs(Interleavings, 300, steps=30)
 
 
 def offer(readers: int = 1) -> OfferState:

@@ -8,9 +8,6 @@ from functools import partial
 from typing import NamedTuple
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hixl_async.errors import (
     ClosedError,
@@ -23,12 +20,11 @@ from hixl_async.errors import (
 from hixl_async.kv.outcome import Outcome, Verdict
 from hixl_async.kv.protocol import Decision, End, parse, parse_reply
 from hixl_async.kv.states import FINISHED, ConsumerState, Phase, ProducerState
+from tests.machine import Choices, Machine, event, programs
 
 LAYERS = range(3)
 #: The position of the first token of the stream, and the one after the last.
 FIRST, LAST = 4, 8
-#: Of what ends a stream, so that streams get anywhere.
-SELDOM = st.sampled_from([False, False, False, False, True])
 
 
 class Chunk(NamedTuple):
@@ -258,13 +254,13 @@ class Sending:
             self.state.conclude_all()
 
 
-class Streaming(RuleBasedStateMachine):
+class Streaming(Machine):
     """A consumer and one to three senders, each with a driver that is as slow and late as it likes."""
 
-    @initialize(count=st.integers(1, 3), data=st.data())
-    def begin(self, count: int, data: st.DataObject) -> None:
+    def begin(self, choose: Choices) -> None:
         """Each layer is owed by some senders, and a sender perhaps owes none.  Some senders have got further than others."""
-        owners = [data.draw(st.sets(st.sampled_from(range(count)), min_size=1), "owners") for _ in LAYERS]
+        count = choose.between(1, 3)
+        owners = [choose.some_of(range(count), least=1) for _ in LAYERS]
         owed = [[layer for layer in LAYERS if number in owners[layer]] for number in range(count)]
         self.senders = [Sending(number, layers) for number, layers in enumerate(owed)]
         self.consumer = ConsumerState(LAYERS, owed)
@@ -277,29 +273,28 @@ class Streaming(RuleBasedStateMachine):
         self.first: dict[int | None, Outcome] = {}
         for sender in self.senders:
             for step in (sender.ask, partial(self.deliver, sender), sender.deliver_reply, sender.push_all)[
-                : data.draw(st.integers(0, 4), "steps")
+                : choose.between(0, 4)
             ]:
                 step()
 
-    def pick(self, data: st.DataObject, test: Callable[[Sending], object]) -> Sending:
-        return data.draw(st.sampled_from([sender for sender in self.senders if test(sender)]), "sender")
+    def pick(self, choose: Choices, test: Callable[[Sending], object]) -> Sending:
+        return choose.one_of([sender for sender in self.senders if test(sender)])
 
     def any(self, test: Callable[[Sending], object]) -> bool:
         return any(map(test, self.senders))
 
     # ---- the senders ----
 
-    @precondition(lambda self: self.any(_may_ask))
-    @rule(data=st.data())
-    def ask(self, data: st.DataObject) -> None:
-        self.pick(data, _may_ask).ask()
+    @event(lambda self: self.any(_may_ask))
+    def ask(self, choose: Choices) -> None:
+        self.pick(choose, _may_ask).ask()
 
-    @precondition(lambda self: self.any(_alive))
-    @rule(data=st.data(), layer=st.sampled_from(LAYERS), tokens=st.integers(1, LAST - FIRST), last=st.booleans())
-    def push(self, data: st.DataObject, layer: int, tokens: int, last: bool) -> None:
-        sender = self.pick(data, _alive)
+    @event(lambda self: self.any(_alive))
+    def push(self, choose: Choices) -> None:
+        sender = self.pick(choose, _alive)
+        layer, last = choose.one_of(LAYERS), choose.flag()
         first = sender.pushed[layer]
-        end = min(first + tokens, LAST)
+        end = min(first + choose.between(1, LAST - FIRST), LAST)
         try:
             sender.push(layer, first, end, last or end == LAST)
         except InvalidArgumentError:
@@ -309,23 +304,21 @@ class Streaming(RuleBasedStateMachine):
         except HixlError:
             assert sender.state.stopping is not None or sender.state.outcome is not None
 
-    @precondition(lambda self: self.any(_pushing))
-    @rule(data=st.data())
-    def push_all(self, data: st.DataObject) -> None:
-        self.pick(data, _pushing).push_all()
+    @event(lambda self: self.any(_pushing))
+    def push_all(self, choose: Choices) -> None:
+        self.pick(choose, _pushing).push_all()
 
-    @precondition(lambda self: self.any(_alive))
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        sender = self.pick(data, _alive)
+    @event(lambda self: self.any(_alive))
+    def finish(self, choose: Choices) -> None:
+        sender = self.pick(choose, _alive)
         sender.change(sender.state.finish, b"from %d" % sender.number)
 
-    @precondition(lambda self: self.any(_alive))
-    @rule(data=st.data(), how=st.sampled_from(["close", "abort", "time out"]), now=SELDOM)
-    def sender_ends(self, data: st.DataObject, how: str, now: bool) -> None:
-        sender = self.pick(data, _alive)
-        if not now:
+    @event(lambda self: self.any(_alive))
+    def sender_ends(self, choose: Choices) -> None:
+        sender = self.pick(choose, _alive)
+        if not choose.seldom():
             return
+        how = choose.one_of(["close", "abort", "time out"])
         if how == "time out":
             sender.time_out()
         else:
@@ -333,40 +326,35 @@ class Streaming(RuleBasedStateMachine):
 
     # ---- the drivers ----
 
-    @precondition(lambda self: self.any(lambda sender: sender.alive and sender.queue))
-    @rule(data=st.data())
-    def start(self, data: st.DataObject) -> None:
-        self.pick(data, lambda sender: sender.alive and sender.queue).start()
+    @event(lambda self: self.any(lambda sender: sender.alive and sender.queue))
+    def start(self, choose: Choices) -> None:
+        self.pick(choose, lambda sender: sender.alive and sender.queue).start()
 
-    def transfer(self, data: st.DataObject, wanted: str) -> tuple[Sending, Transfer]:
-        sender = self.pick(data, lambda sender: sender.in_flight(wanted))
-        return sender, data.draw(st.sampled_from(sender.in_flight(wanted)), "transfer")
+    def transfer(self, choose: Choices, wanted: str) -> tuple[Sending, Transfer]:
+        sender = self.pick(choose, lambda sender: sender.in_flight(wanted))
+        return sender, choose.one_of(sender.in_flight(wanted))
 
-    @precondition(lambda self: self.any(lambda sender: sender.in_flight("writing")))
-    @rule(data=st.data(), fails=st.sampled_from([False, False, True]))
-    def write(self, data: st.DataObject, fails: bool) -> None:
-        sender, transfer = self.transfer(data, "writing")
-        if fails:
+    @event(lambda self: self.any(lambda sender: sender.in_flight("writing")))
+    def write(self, choose: Choices) -> None:
+        sender, transfer = self.transfer(choose, "writing")
+        if choose.below(3) == 2:
             transfer.writing = False
         else:
             sender.land(transfer)
 
-    @precondition(lambda self: self.any(lambda sender: sender.in_flight("unreported")))
-    @rule(data=st.data())
-    def report(self, data: st.DataObject) -> None:
-        sender, transfer = self.transfer(data, "unreported")
-        sender.report(transfer, transfer.cancelled and data.draw(st.booleans(), "cancelled"))
+    @event(lambda self: self.any(lambda sender: sender.in_flight("unreported")))
+    def report(self, choose: Choices) -> None:
+        sender, transfer = self.transfer(choose, "unreported")
+        sender.report(transfer, transfer.cancelled and choose.flag())
 
-    @precondition(lambda self: self.any(lambda sender: sender.in_flight("unreleased")))
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        sender, transfer = self.transfer(data, "unreleased")
+    @event(lambda self: self.any(lambda sender: sender.in_flight("unreleased")))
+    def release(self, choose: Choices) -> None:
+        sender, transfer = self.transfer(choose, "unreleased")
         sender.release(transfer)
 
-    @precondition(lambda self: self.any(_flying))
-    @rule(data=st.data())
-    def fly(self, data: st.DataObject) -> None:
-        self.pick(data, _flying).fly()
+    @event(lambda self: self.any(_flying))
+    def fly(self, choose: Choices) -> None:
+        self.pick(choose, _flying).fly()
 
     # ---- the consumer ----
 
@@ -397,17 +385,17 @@ class Streaming(RuleBasedStateMachine):
                 assert not (news and self.over)
         self.settle()
 
-    @precondition(lambda self: self.any(_has_news))
-    @rule(data=st.data())
-    def words_become_visible(self, data: st.DataObject) -> None:
-        sender = self.pick(data, _has_news)
+    @event(lambda self: self.any(_has_news))
+    def words_become_visible(self, choose: Choices) -> None:
+        sender = self.pick(choose, _has_news)
         sender.visible = dict(sender.words)
         self.scan()
 
-    @rule(how=st.sampled_from(["abort", "time out", "leave"]), now=SELDOM)
-    def consumer_ends(self, how: str, now: bool) -> None:
-        if not now:
+    @event()
+    def consumer_ends(self, choose: Choices) -> None:
+        if not choose.seldom():
             return
+        how = choose.one_of(["abort", "time out", "leave"])
         self.scan()
         if how == "leave":
             outcome = FINISHED if self.consumer.landed else Outcome(Verdict.ABORTED, "left")
@@ -418,9 +406,8 @@ class Streaming(RuleBasedStateMachine):
         assert not self.over or self.consumer_snapshot() == before
         self.settle()
 
-    @precondition(lambda self: self.over and not self.closed)
-    @rule()
-    def consumer_closes(self) -> None:
+    @event(lambda self: self.over and not self.closed)
+    def consumer_closes(self, choose: Choices) -> None:
         """The pool no longer waits for messages of the senders."""
         self.closed = True
         self.consumer.cut()
@@ -428,11 +415,10 @@ class Streaming(RuleBasedStateMachine):
 
     # ---- the network ----
 
-    @precondition(lambda self: self.any(lambda sender: sender.to_consumer))
-    @rule(data=st.data(), changed=SELDOM)
-    def deliver_to_consumer(self, data: st.DataObject, changed: bool) -> None:
+    @event(lambda self: self.any(lambda sender: sender.to_consumer))
+    def deliver_to_consumer(self, choose: Choices) -> None:
         """Deliver a sender's next message; its ticket may have been changed on its way."""
-        self.deliver(self.pick(data, lambda sender: sender.to_consumer), changed)
+        self.deliver(self.pick(choose, lambda sender: sender.to_consumer), choose.seldom())
 
     def deliver(self, sender: Sending, changed: bool = False) -> None:
         message = sender.to_consumer.popleft()
@@ -472,64 +458,56 @@ class Streaming(RuleBasedStateMachine):
             self.settle()
         return self.decision() if self.over else None
 
-    @precondition(lambda self: self.any(lambda sender: sender.alive and sender.replies))
-    @rule(data=st.data())
-    def deliver_reply(self, data: st.DataObject) -> None:
-        self.pick(data, lambda sender: sender.alive and sender.replies).deliver_reply()
+    @event(lambda self: self.any(lambda sender: sender.alive and sender.replies))
+    def deliver_reply(self, choose: Choices) -> None:
+        self.pick(choose, lambda sender: sender.alive and sender.replies).deliver_reply()
 
-    @precondition(lambda self: self.any(lambda sender: sender.alive and sender.decisions))
-    @rule(data=st.data())
-    def deliver_decision(self, data: st.DataObject) -> None:
-        self.pick(data, lambda sender: sender.alive and sender.decisions).deliver_decision()
+    @event(lambda self: self.any(lambda sender: sender.alive and sender.decisions))
+    def deliver_decision(self, choose: Choices) -> None:
+        self.pick(choose, lambda sender: sender.alive and sender.decisions).deliver_decision()
 
-    @precondition(lambda self: self.past)
-    @rule(data=st.data())
-    def repeat_an_end(self, data: st.DataObject) -> None:
-        number, message = data.draw(st.sampled_from(self.past))
+    @event(lambda self: self.past)
+    def repeat_an_end(self, choose: Choices) -> None:
+        number, message = choose.one_of(self.past)
         before = self.consumer_snapshot()
         self.consumer_hears(number, message)
         assert self.consumer_snapshot() == before
 
-    @precondition(lambda self: self.any(lambda sender: sender.alive and sender.past))
-    @rule(data=st.data())
-    def repeat_a_decision(self, data: st.DataObject) -> None:
-        sender = self.pick(data, lambda sender: sender.alive and sender.past)
+    @event(lambda self: self.any(lambda sender: sender.alive and sender.past))
+    def repeat_a_decision(self, choose: Choices) -> None:
+        sender = self.pick(choose, lambda sender: sender.alive and sender.past)
         before = (sender.state.outcome, sender.state.stopping, sender.state.phase)
-        sender.decide(data.draw(st.sampled_from(sender.past)))
+        sender.decide(choose.one_of(sender.past))
         assert (sender.state.outcome, sender.state.stopping, sender.state.phase) == before
 
-    @precondition(lambda self: self.links)
-    @rule(data=st.data())
-    def repeat_an_opening(self, data: st.DataObject) -> None:
+    @event(lambda self: self.links)
+    def repeat_an_opening(self, choose: Choices) -> None:
         before = self.consumer_snapshot()
         with pytest.raises(TicketError, match="used before"):
-            self.consumer.open(data.draw(st.sampled_from(sorted(self.links))))
+            self.consumer.open(choose.one_of(sorted(self.links)))
         assert self.consumer_snapshot() == before
 
-    @precondition(lambda self: self.any(lambda sender: sender.connected))
-    @rule(data=st.data(), dies=st.booleans(), now=SELDOM)
-    def disconnect(self, data: st.DataObject, dies: bool, now: bool) -> None:
-        sender = self.pick(data, lambda sender: sender.connected)
-        if not now:
+    @event(lambda self: self.any(lambda sender: sender.connected))
+    def disconnect(self, choose: Choices) -> None:
+        sender = self.pick(choose, lambda sender: sender.connected)
+        if not choose.seldom():
             return
-        sender.connected, sender.alive = False, not dies
+        sender.connected, sender.alive = False, choose.flag()
         for queue in (sender.to_consumer, sender.replies, sender.decisions):
             queue.clear()
 
-    @precondition(lambda self: self.any(_has_to_learn))
-    @rule(data=st.data())
-    def sender_learns_of_the_loss(self, data: st.DataObject) -> None:
-        self.pick(data, _has_to_learn).learn_of_loss()
+    @event(lambda self: self.any(_has_to_learn))
+    def sender_learns_of_the_loss(self, choose: Choices) -> None:
+        self.pick(choose, _has_to_learn).learn_of_loss()
 
     def unknown_losses(self) -> list[int]:
         """The senders that the consumer has accepted, and of whose loss it has not heard."""
         return [number for number in self.links if not self.senders[number].connected and number not in self.lost]
 
-    @precondition(lambda self: not self.closed and self.unknown_losses())
-    @rule(data=st.data(), confirmed=st.booleans())
-    def consumer_learns_of_a_loss(self, data: st.DataObject, confirmed: bool) -> None:
-        number = data.draw(st.sampled_from(self.unknown_losses()))
-        self.consumer_loses(number, confirmed and not self.senders[number].alive)
+    @event(lambda self: not self.closed and self.unknown_losses())
+    def consumer_learns_of_a_loss(self, choose: Choices) -> None:
+        number = choose.one_of(self.unknown_losses())
+        self.consumer_loses(number, choose.flag() and not self.senders[number].alive)
 
     def consumer_loses(self, number: int, dead: bool) -> None:
         self.lost.add(number)
@@ -539,10 +517,9 @@ class Streaming(RuleBasedStateMachine):
         assert self.consumer.outcome == (before if before or ended else Outcome(Verdict.LOST, "lost"))
         self.settle()
 
-    @precondition(lambda self: self.lost)
-    @rule(data=st.data())
-    def lost_sender_is_fenced(self, data: st.DataObject) -> None:
-        self.fence(data.draw(st.sampled_from(sorted(self.lost))))
+    @event(lambda self: self.lost)
+    def lost_sender_is_fenced(self, choose: Choices) -> None:
+        self.fence(choose.one_of(sorted(self.lost)))
 
     def fence(self, number: int) -> None:
         """Let the process die, or its driver stop, and confirm that."""
@@ -553,12 +530,17 @@ class Streaming(RuleBasedStateMachine):
 
     # ---- what always holds ----
 
+    def check(self) -> None:
+        self.one_outcome()
+        self.fenced_blocks_are_not_written()
+        self.a_finished_stream_has_all()
+        self.drained_senders_are_quiet()
+
     def consumer_snapshot(self) -> object:
         state = self.consumer
         landed = [(dict(sender.landed), set(sender.complete)) for sender in state.senders]
         return state.outcome, state.ended, state.fenced, state.payload, landed, list(state.complete)
 
-    @invariant()
     def one_outcome(self) -> None:
         """S1 and S2."""
         for number, outcome in [
@@ -571,7 +553,6 @@ class Streaming(RuleBasedStateMachine):
             if outcome == FINISHED:
                 assert self.consumer.outcome == FINISHED
 
-    @invariant()
     def fenced_blocks_are_not_written(self) -> None:
         """S3."""
         assert self.consumer.fenced >= self.fenced, "the fence has fallen again"
@@ -579,7 +560,6 @@ class Streaming(RuleBasedStateMachine):
         if self.fenced:
             assert not self.any(lambda sender: sender.in_flight("writing"))
 
-    @invariant()
     def a_finished_stream_has_all(self) -> None:
         state = self.consumer
         assert sorted(state.complete) == [layer for layer in LAYERS if state.is_complete(layer)]
@@ -596,7 +576,6 @@ class Streaming(RuleBasedStateMachine):
                 if sender.number not in missing:
                     assert sender.words[layer] == (sender.written[layer] - FIRST, True)
 
-    @invariant()
     def drained_senders_are_quiet(self) -> None:
         for sender in self.senders:
             state = sender.state
@@ -606,10 +585,8 @@ class Streaming(RuleBasedStateMachine):
             assert state.drained or not state.end_sent
             assert state.drained or state.phase is not Phase.CONCLUDED
 
-    def teardown(self) -> None:
+    def end(self) -> None:
         """Let everything happen that is due; then all sides have ended, and agree."""
-        if not hasattr(self, "senders"):
-            return
         for _ in range(4):
             for sender in self.senders:
                 self.let_happen(sender)
@@ -693,8 +670,7 @@ def _has_to_learn(sender: Sending) -> bool:
     return sender.alive and not sender.connected and not sender.knows_of_loss
 
 
-TestStreaming = Streaming.TestCase
-TestStreaming.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
+test_streaming = programs(Streaming, 500, steps=40)
 
 
 def opened(*owed: Collection[int]) -> ConsumerState:

@@ -6,15 +6,12 @@ import mmap
 import struct
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hixl_async.errors import BusyError
 from hixl_async.kv.words import LAYER_TOKENS, WORD, Landing, WordTable, pack_word
+from tests.machine import Choices, Machine, event, programs
 
 ROWS = 8
-WORDS = st.tuples(st.integers(0, 3), st.integers(0, LAYER_TOKENS), st.booleans())
 #: Generation, tokens, complete: what a word says.
 Said = tuple[int, int, bool]
 
@@ -31,12 +28,11 @@ class Region:
         struct.pack_into("=Q", self.memory, (row * self.layers + place) * WORD, pack_word(*said))
 
 
-class Words(RuleBasedStateMachine):
+class Words(Machine):
     """Rows are taken and given back, while peers store into any of them, also into those that are not theirs any more."""
 
-    @initialize(layers=st.integers(1, 3))
-    def begin(self, layers: int) -> None:
-        self.region = Region(ROWS, layers)
+    def begin(self, choose: Choices) -> None:
+        self.region = Region(ROWS, layers=choose.between(1, 3))
         self.used: list[tuple[int, ...]] = []
         self.stored: dict[tuple[int, int], Said] = {}
         self.seen: dict[tuple[int, int], Said] = {}
@@ -46,9 +42,9 @@ class Words(RuleBasedStateMachine):
     def free(self) -> list[int]:
         return sorted(set(range(ROWS)) - {row for rows in self.used for row in rows})
 
-    @rule(count=st.integers(1, 3))
-    def take(self, count: int) -> None:
-        free = self.free
+    @event()
+    def take(self, choose: Choices) -> None:
+        free, count = self.free, choose.between(1, 3)
         if count > len(free):
             with pytest.raises(BusyError, match=f"{ROWS - len(free)} of the pool's {ROWS} rows of words are in use"):
                 self.region.table.take(count)
@@ -57,21 +53,21 @@ class Words(RuleBasedStateMachine):
             assert rows == tuple(free[:count]), "the lowest rows keep looking at them short"
             self.used.append(rows)
 
-    @precondition(lambda self: self.used)
-    @rule(data=st.data())
-    def give(self, data: st.DataObject) -> None:
-        rows = data.draw(st.sampled_from(self.used))
+    @event(lambda self: self.used)
+    def give(self, choose: Choices) -> None:
+        rows = choose.one_of(self.used)
         self.used.remove(rows)
         self.region.table.give(rows)
 
-    @rule(data=st.data(), row=st.integers(0, ROWS - 1), said=WORDS)
-    def store(self, data: st.DataObject, row: int, said: Said) -> None:
-        place = data.draw(st.integers(0, self.region.layers - 1))
+    @event()
+    def store(self, choose: Choices) -> None:
+        row, place = choose.below(ROWS), choose.below(self.region.layers)
+        said = choose.between(0, 3), choose.between(0, LAYER_TOKENS), choose.flag()
         self.region.store(row, place, said)
         self.stored[row, place] = said
 
-    @invariant()
-    def nothing_behind_the_last_used_row_is_looked_at(self) -> None:
+    def check(self) -> None:
+        """Nothing behind the last used row is looked at."""
         stop = max((row for rows in self.used for row in rows), default=-1)
         changed: dict[int, list[Landing]] = {}
         for (row, place), said in sorted(self.stored.items()):
@@ -80,14 +76,12 @@ class Words(RuleBasedStateMachine):
                 self.seen[row, place] = said
         assert self.region.table.landings() == changed
 
-    def teardown(self) -> None:
-        if hasattr(self, "region"):
-            self.region.table.close()
-            self.region.memory.close()
+    def end(self) -> None:
+        self.region.table.close()
+        self.region.memory.close()
 
 
-TestWords = Words.TestCase
-TestWords.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+test_words = programs(Words, 200, steps=30)
 
 
 def test_rows_of_an_incomplete_last_one_are_not_lent() -> None:
