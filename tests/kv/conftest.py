@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from hixl_async.kv import Blocks, Group, Pool, PushStream, View
+from hixl_async.kv.lease import Lease
 
 from . import fake_engine
 
@@ -53,6 +54,21 @@ async def close(*pools: Pool) -> None:
         assert not pool._registry.outgoing
         assert not pool._registry.producers
         assert pool._context.tasks == 0
+
+
+@pytest.fixture(autouse=True)
+def _no_lease_counts_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Check that whatever began to count a lease has ended that."""
+    leases: list[Lease] = []
+    begin = Lease.begin
+
+    def begin_and_remember(lease: Lease) -> None:
+        leases.append(lease)
+        begin(lease)
+
+    monkeypatch.setattr(Lease, "begin", begin_and_remember)
+    yield
+    assert not [lease for lease in leases if isinstance(lease._loop, asyncio.AbstractEventLoop) and lease._timer]
 
 
 @pytest.fixture
