@@ -56,6 +56,11 @@ CASES = {
     "2 stages to 2 ranks": (Side(1, 2, 16), Side(2, 1, 32)),
     "2 ranks of 2 stages to 1": (Side(2, 2, 8, "LP/BTH"), Side(1, 1, 16)),
 }
+#: The same with one latent per token, of which every rank holds a copy.
+LATENTS = {
+    "2 to 3 ranks": (Side(2, 1, 16), Side(3, 1, 64)),
+    "2 stages to 2 ranks": (Side(1, 2, 8), Side(2, 1, 16, "L/PBTH")),
+}
 
 
 class Prefill(NamedTuple):
@@ -105,9 +110,23 @@ def places(view: View, blocks: Blocks, tokens: int) -> tuple[Any, Any]:
     return np.array(blocks.ids)[numbers], within
 
 
+def group_of(config: Config, *, latent: bool) -> Group:
+    """Return the model's group; or one with multi-head latent attention, whose latents are the model's keys and values."""
+    if latent:
+        size = config.kv_heads * config.head_dim
+        return Group.latent(config.layers, latent_dim=size, rope_dim=size, dtype="float32")
+    return Group.attention(config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype="float32")
+
+
+def by_heads(contents: Any, group: Group) -> Any:
+    """Return the contents by layer, part, token, head of the group, and element; not a copy."""
+    return contents.reshape(*contents.shape[:3], group.parts[0].heads, group.parts[0].dim)
+
+
 def fill(pool: Pool, blocks: Blocks, contents: Any) -> None:
     """Store a rank's part of the contents."""
     (view,) = pool.views
+    contents = by_heads(contents, view.group)
     for layer in view.shard.layers:
         for number, part in enumerate(view.group.parts):
             heads = view.shard.heads(part)
@@ -118,17 +137,19 @@ def fill(pool: Pool, blocks: Blocks, contents: Any) -> None:
 def collect(pool: Pool, blocks: Blocks, contents: Any) -> None:
     """Add a rank's part to the contents."""
     (view,) = pool.views
+    contents = by_heads(contents, view.group)
     for layer in view.shard.layers:
         for number, part in enumerate(view.group.parts):
             heads = view.shard.heads(part)
             found = pool.array(layer, part.name, "float32")[places(view, blocks, contents.shape[2])]
-            contents[layer, number, :, heads.start : heads.stop] = found
+            place = contents[layer, number, :, heads.start : heads.stop]
+            assert (np.isnan(place) | (place == found)).all(), "ranks that hold copies have different ones"
+            place[:] = found
 
 
-async def carry(prompt: Prefill, here: Side, there: Side, verb: str) -> Any:
+async def carry(prompt: Prefill, here: Side, there: Side, verb: str, *, latent: bool = False) -> Any:
     """Return the contents as they arrive at the other side."""
-    config = prompt.model.config
-    group = Group.attention(config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype="float32")
+    group = group_of(prompt.model.config, latent=latent)
     arrived = np.full_like(prompt.contents, np.nan)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -220,5 +241,11 @@ async def test_the_same_tokens_follow(small: Prefill, case: str, verb: str) -> N
 
 
 @pytest.mark.parametrize("verb", ["push", "pull"])
-async def test_the_same_tokens_of_the_real_model_follow(real: Prefill, verb: str) -> None:
-    check(real, await carry(real, Side(4, 1, 16), Side(3, 1, 64), verb))
+@pytest.mark.parametrize("case", LATENTS)
+async def test_the_same_tokens_follow_from_latents(small: Prefill, case: str, verb: str) -> None:
+    check(small, await carry(small, *LATENTS[case], verb, latent=True))
+
+
+@pytest.mark.parametrize(("verb", "latent"), [("push", False), ("pull", False), ("push", True)])
+async def test_the_same_tokens_of_the_real_model_follow(real: Prefill, verb: str, latent: bool) -> None:
+    check(real, await carry(real, Side(4, 1, 16), Side(3, 1, 64), verb, latent=latent))
