@@ -14,16 +14,18 @@ T = TypeVar("T")
 FATAL = (KeyboardInterrupt, SystemExit)
 
 
-def guarded(loop: asyncio.AbstractEventLoop, message: str, function: Callable[..., T], *args: Any) -> T | None:
+def guarded(
+    loop: asyncio.AbstractEventLoop, message: str | Callable[[], str], function: Callable[..., T], *args: Any
+) -> T | None:
     """Call a function of the program, and report what it raises; see `report`.
 
-    :param message: what has failed then, for people.
+    :param message: what has failed then, for people; or a function that returns it, where calls are frequent.
     :return: the function's result, or None if it raised.
     """
     try:
         return function(*args)
     except BaseException as error:
-        report(loop, message, error)
+        report(loop, message if isinstance(message, str) else message(), error)
         return None
 
 

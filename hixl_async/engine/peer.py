@@ -456,7 +456,7 @@ class Peer(Sealed, maker="engine.connect() and engine.accepted()"):
             self._lost_callbacks.remove(callback)
 
     def _guard(self, callback: Callable[..., None], *args: Any) -> None:
-        guarded(self._loop, f"a callback of {self!r} failed", callback, *args)
+        guarded(self._loop, lambda: f"a callback of {self!r} failed", callback, *args)
 
     async def fenced(self) -> None:
         """Wait until this peer's process can no longer touch memory of ours, which may never happen.
