@@ -64,9 +64,13 @@ class Arrivals(ABC):
     def has(self, layer: object, tokens: object) -> bool:
         """Return True if the layer has landed, so far as it is needed; see `LayerStream.check`."""
         number = self.check_layer(layer)
-        if tokens is None or self.state.is_complete(number):
-            return self.state.is_complete(number)
-        return self.position(number) >= whole_number("tokens", tokens)
+        complete = self.state.is_complete(number)
+        if tokens is None:
+            return complete
+        wanted, last = whole_number("tokens", tokens), self._slices[self._context.groups[number]].last
+        if wanted > last:
+            raise RangeError(f"the stream brings the tokens of layer {number} up to {last}, not up to {wanted}")
+        return complete or self.position(number) >= wanted
 
     def raise_failure(self) -> None:
         """Raise the error of the outcome, if the stream has failed."""

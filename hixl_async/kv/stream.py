@@ -75,7 +75,7 @@ class LayerStream(Sealed, maker="blocks.stream() or blocks.pull()"):
         :param tokens: the position in the sequence before which tokens are needed; default: all of the layer.
         :raises BusyError: if the layer has not landed so far.
         :raises HixlError: if the stream has failed without the layer, like `layer`.
-        :raises RangeError: if the stream brings no such layer.
+        :raises RangeError: if the stream brings no such layer, or fewer tokens.
         :raises InvalidArgumentError: if `layer` or `tokens` is not a whole number.
         """
         if not self._consumer.has(layer, tokens):
@@ -94,7 +94,7 @@ class LayerStream(Sealed, maker="blocks.stream() or blocks.pull()"):
         :raises LayoutMismatchError: if a producer with another cache used the ticket.
         :raises TicketError: if the stream ended before a producer opened its ticket, for example because the ticket
             expired, or if a producer used a ticket that differs from the one that was issued.
-        :raises RangeError: if the stream brings no such layer.
+        :raises RangeError: if the stream brings no such layer, or fewer tokens.
         :raises InvalidArgumentError: if `layer` or `tokens` is not a whole number.
         """
         while not self._consumer.has(layer, tokens):

@@ -458,6 +458,8 @@ async def test_single_layers_and_tokens(scene: Scene) -> None:
             assert not waiting[1].done()
             with pytest.raises(hx.BusyError):
                 stream.check(2, tokens=4)
+            with pytest.raises(hx.RangeError, match="tokens of layer 2 up to 32, not up to 33"):
+                await stream.layer(2, tokens=33)
             offer.publish(2, tokens=(3, 20), last=True)
             await waiting[1]
             check(scene.reader, blocks, 2, truth, (0, 20))
