@@ -71,7 +71,7 @@ class Interleavings(Machine):
 
     @event()
     def finish(self, choose: Choices) -> None:
-        payload = bytes(choose.below(4))
+        payload = bytes(choose.below(256) for _ in range(choose.below(4)))
         finished, ended = self.state.payload is not None, self.state.outcome is not None
         try:
             self.state.finish(payload)
